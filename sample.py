@@ -12,7 +12,6 @@ import runtime.openmp  # noqa: F401 before torch
 import shutil
 import zipfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 from omegaconf import DictConfig
 
 from builders import config as configuration
-from builders.drawing import DrawnImages, DrawOptions, GrowingGrid, cache_key, saved_options
+from builders.drawing import Drawing, GrowingGrid, cache_key, start_drawing
 from builders.sampling import SampleConfig, check_sampling, folder_of, open_model
 from evaluation.features import COST, COST_KEYS, extract
 from runtime.config import as_job, run_main, user_mistakes
@@ -53,18 +52,13 @@ def main(cfg: DictConfig) -> None:
         may_replace = request["overwrite"] or folder.is_dir()  # a job stopped while it joined its parts
         with launch.claimed_by_main("output", output, beside(output), may_replace):
             key, overwrite = cache_key(record, launch.device), request["overwrite"]
-            saved = launch.broadcast_from_main(lambda: saved_options(folder, key, overwrite))
-            options = DrawOptions.resolve(record, model, saved, launch)
-            record |= asdict(options)
-            images, key = DrawnImages(model, options), cache_key(record, launch.device)
-            cache = PartCache(folder, key, options.num_parts, "overwrite=true starts again")
+            images, cache = start_drawing(model, record, folder, key, launch, overwrite)
             grid = GrowingGrid(images, cache, request["grid_columns"])
             launch.broadcast_from_main(lambda: check_disk(images, cache, output))
             if launch.is_main and cache.missing():
-                print(f"{options}\na picture of the first ones, class by class, grows in {grid.file}")
-            process = {"launch": launch, "description": "sample", "replace": overwrite}
-            process |= {"after_part": grid.update if launch.is_main else lambda: None}
-            parts = extract(None, images, cache, **process)
+                print(f"{images}\na picture of the first ones, class by class, grows in {grid.file}")
+            update = grid.update if launch.is_main else lambda: None
+            parts = extract(None, images, cache, launch=launch, description="sample", after_part=update)
             record["environment"] = environment(launch.device)
             if launch.is_main:
                 grid.update()  # with the last parts of other ranks
@@ -78,14 +72,14 @@ def beside(output: Path) -> list[Path]:
     return [output.with_suffix(suffix) for suffix in (".png", ".json", ".scores.json")]
 
 
-def check_disk(images: DrawnImages, cache: PartCache, output: Path) -> None:
+def check_disk(images: Drawing, cache: PartCache, output: Path) -> None:
     """Raise a ValueError unless the disk has room for the file and for its missing parts."""
     num_images = images.count + images.part_size * len(cache.missing())
     check_room("output", output, num_images * int(np.prod(images.shape)))
 
 
 def pack(
-    parts: Iterator[Arrays], images: DrawnImages, picture: Path, output: Path, record: dict[str, Any]
+    parts: Iterator[Arrays], images: Drawing, picture: Path, output: Path, record: dict[str, Any]
 ) -> None:
     """Join images (N, H, W, C) and labels (N,) in the layout of [ADM], with a picture and a record."""
     costs, beside_it = [], beside(output)

@@ -20,7 +20,7 @@ from benchmarks.processes import Answers, Worker, program_parser, take_turns
 from benchmarks.results import Rows, markdown, spread, write_results
 from benchmarks.runs import compose, perturb
 from benchmarks.train_step import peaks_of, seconds_of
-from builders.drawing import LEFT_OPEN, DrawOptions, ImageModel, draw_latents
+from builders.drawing import LEFT_OPEN, Drawing, DrawOptions, ImageModel
 from diffusion import CFG, edm_sampler
 from models import cost_of
 from runtime.config import run_main
@@ -122,7 +122,7 @@ def drawing(
     if options.compile:
         model = model.compiled
     model = replace(model, sampler=partial(edm_sampler, num_steps=(NUM_TIMED + 1) // 2))
-    turn = partial(draw_latents, model, options, 0)
+    turn = partial(Drawing(model, replace(options, compile=False)).latents, 0)
     flops = cost_of(model.precond.net).dense_forward_flops * (2 if guided else 1)
     ready = {key: getattr(options, key) for key in LEFT_OPEN} | {"flops": flops}
     # Long turns: the threads of the process before may still spin for a while.

@@ -6,18 +6,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn as nn
 from joblib import cpu_count
 
 from diffusion import Guidance, Precond, generate, random_labels
 from diffusion.generate import Evaluations, cost_of_evaluations, count_evaluations, expected_times
 from diffusion.graphs import CudaRecorder, replay_forward
+from evaluation.features import new_cache
 from evaluation.pictures import in_turn, save_grid
 from runtime.launch import Launch
 from runtime.machine import (
@@ -76,6 +78,11 @@ class ImageModel:
         return count_evaluations(self.precond, self.guidance, expected_times(self.precond, self.sampler))
 
     @property
+    def networks(self) -> list[nn.Module]:
+        """The networks that are evaluated."""
+        return [*dict.fromkeys(net for net, _ in self.evaluations)]
+
+    @property
     def num_lengths(self) -> int:
         """Number of sequence lengths that the blocks see."""
         return len({length for net, kept in self.evaluations for length in (net.num_tokens, *kept)} - {0})
@@ -84,7 +91,7 @@ class ImageModel:
     def compiled(self) -> "ImageModel":
         """This model with the blocks of its networks compiled in place; CUDA replays their forwards."""
         gc.collect()  # networks of earlier settings of a sweep, which refer to themselves once compiled
-        for net in dict.fromkeys(net for net, _ in self.evaluations):
+        for net in self.networks:
             # One graph for each length, alone and with the guided branch beside.
             compile_blocks(net.blocks, 2 * self.num_lengths)
             if self.device.type == "cuda":
@@ -169,29 +176,15 @@ class DrawOptions:
             keep_freed_memory()
         return launch.broadcast_from_main(decide)
 
-    def __str__(self) -> str:
-        precision = "bf16" if self.bf16 else "fp32"
-        return f"{self.num_samples} images, {self.part_size} at a time, the network in {precision}"
-
     @property
     def bf16(self) -> bool:
         """True if the network runs in bf16."""
         return self.mixed_precision == "bf16"
 
-    @property
-    def part_size(self) -> int:
-        """Number of images in a part."""
-        return min(self.batch_size, self.num_samples)
-
-    @property
-    def num_parts(self) -> int:
-        """Number of parts."""
-        return -(-self.num_samples // self.part_size)
-
 
 @dataclass(frozen=True, eq=False)
-class DrawnImages:
-    """The images that a model draws, see `evaluation.features.Images`."""
+class Drawing:
+    """The images that a model draws with some options, see `evaluation.features.Images`."""
 
     model: ImageModel
     options: DrawOptions
@@ -206,120 +199,97 @@ class DrawnImages:
 
     @property
     def part_size(self) -> int:
-        return self.options.part_size
+        return min(self.options.batch_size, self.count)
 
-    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
-        return draw(self.model, self.options, parts)
+    def __str__(self) -> str:
+        return f"{self.count} images, {self.part_size} at a time, the network in {self._precision}"
 
-    def labels(self) -> np.ndarray | None:
-        """Labels (N,) of all images; None for an unconditional network."""
-        labels = labels_of(self.model, self.options, 0, self.count)
-        return None if labels is None else labels.numpy()
+    def labels(self, start: int = 0, end: int | None = None) -> np.ndarray | None:
+        """Labels of the samples from `start` to `end`; None for an unconditional network."""
+        end, classes, first = end or self.count, np.asarray(self.model.classes), self.options.first_seed
+        if self.options.class_label is not None:
+            return np.full(end - start, self.options.class_label)
+        if not len(classes):
+            return None
+        if self.options.labels == "random":
+            return classes[random_labels(range(first + start, first + end), len(classes)).numpy()]
+        return classes[np.arange(start, end) % len(classes)]
 
     def captions(self, labels: np.ndarray | None) -> list[str] | None:
         """The class names of labels (N,); None for an unconditional network."""
-        if labels is None:
-            return None
         names = self.model.class_names
-        return [names[label] if names else str(label) for label in labels.tolist()]
+        return None if labels is None else [names[i] if names else str(i) for i in labels.tolist()]
 
     def key(self) -> dict[str, Any]:
         """Everything that the images depend on, except the settings of sampler, guidance and labels."""
         weights = hashlib.sha256()
-        for net in dict.fromkeys(net for net, _ in self.model.evaluations):
+        for net in self.model.networks:
             for _, tensor in sorted(net.state_dict().items()):
                 weights.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         options = {"first_seed": self.options.first_seed, "bf16": self.options.bf16}
         return {"weights": weights.hexdigest(), **options}
 
+    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
+        """Draw parts; on a GPU, one is decoded while the next is drawn.
 
-def labels_of(model: ImageModel, options: DrawOptions, start: int, end: int) -> torch.Tensor | None:
-    """Labels of the samples from `start` to `end`; None for an unconditional network."""
-    if options.class_label is not None:
-        return torch.full((end - start,), options.class_label)
-    if not len(model.classes):
-        return None
-    classes, first = torch.as_tensor(model.classes), options.first_seed
-    if options.labels == "random":
-        return classes[random_labels(range(first + start, first + end), len(classes))]
-    return classes[torch.arange(start, end) % len(classes)]
+        The last part is drawn whole and cut: a longer set begins with the shorter one, bit for bit, if both
+        fill a batch.
 
-
-def draw(model: ImageModel, options: DrawOptions, parts: Iterable[int]) -> Iterator[Part]:
-    """Draw parts of images; on a GPU, one part is decoded while the next is drawn.
-
-    The last part is drawn whole and cut: a longer set begins with the shorter one, bit for bit, if both fill
-    a batch.
-
-    Raises:
-        ValueError: a sample is not finite.
-    """
-    decoder, decoding = _Decoder(model, options), deque[Future[Part]]()
-    ahead = (
-        1 if model.device.type == "cuda" else 0
-    )  # elsewhere latents are there, and a delay risks two parts
-    with ThreadPoolExecutor(1) as pool:
-        for part in parts:
-            latents, cost = draw_latents(model.compiled if options.compile else model, options, part)
-            computed = torch.cuda.current_stream(latents.device).record_event() if latents.is_cuda else None
-            latents = latents[: options.num_samples - part * options.part_size]
-            decoding.append(pool.submit(decoder, part, latents, cost, computed))
-            if len(decoding) > ahead:
+        Raises:
+            ValueError: a sample is not finite.
+        """
+        device, decoding = self.model.device, deque[Future[Part]]()
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with ThreadPoolExecutor(1) as pool:
+            for part in parts:
+                latents, cost = self.latents(part)
+                event = None if stream is None else torch.cuda.current_stream(device).record_event()
+                decoding.append(pool.submit(self._decoded, part, latents, cost, stream, event))
+                # Elsewhere than on a GPU latents are computed, and a delay would risk two parts.
+                if len(decoding) > 1 or stream is None:
+                    yield decoding.popleft().result()
+            while decoding:
                 yield decoding.popleft().result()
-        while decoding:
-            yield decoding.popleft().result()
 
-
-def draw_latents(model: ImageModel, options: DrawOptions, part: int) -> tuple[torch.Tensor, np.ndarray]:
-    """Draw the latents (part_size, C, H, W) of a part; return them with the cost of an image."""
-    start, end = part * options.part_size, (part + 1) * options.part_size
-    times: list[torch.Tensor] = []
-    latents = generate(
-        model.precond,
-        model.sampler,
-        model.guidance,
-        seeds=range(options.first_seed + start, options.first_seed + end),
-        class_labels=labels_of(model, options, start, end),
-        device=model.device,
-        bf16=options.bf16,
-        times=times,
-    )
-    cost = cost_of_evaluations(count_evaluations(model.precond, model.guidance, times))
-    return latents, np.array([*cost.values()])
-
-
-class _Decoder:
-    """Decode parts in a thread; on a GPU on a stream of its own, so that it waits for its part alone."""
-
-    def __init__(self, model: ImageModel, options: DrawOptions):
-        self._model, self._options = model, options
-        self._stream: torch.cuda.Stream | None = None
+    def latents(self, part: int) -> tuple[torch.Tensor, np.ndarray]:
+        """Draw the latents (part_size, C, H, W) of a part; return them with the cost of an image."""
+        model = self.model.compiled if self.options.compile else self.model
+        start, end, first = part * self.part_size, (part + 1) * self.part_size, self.options.first_seed
+        labels, times = self.labels(start, end), []
+        latents = generate(
+            model.precond,
+            model.sampler,
+            model.guidance,
+            seeds=range(first + start, first + end),
+            class_labels=None if labels is None else torch.from_numpy(labels),
+            device=model.device,
+            bf16=self.options.bf16,
+            times=times,
+        )
+        cost = cost_of_evaluations(count_evaluations(model.precond, model.guidance, times))
+        return latents, np.array([*cost.values()])
 
     @torch.no_grad()
-    def __call__(self, part: int, latents: torch.Tensor, cost: np.ndarray, computed: Any) -> Part:
-        with self._after(computed, latents.device):
+    def _decoded(self, part: int, latents: torch.Tensor, cost: np.ndarray, stream: Any, event: Any) -> Part:
+        # In a thread; on a GPU on a stream of its own, which waits for this part alone.
+        start = part * self.part_size
+        if stream is not None:
+            stream.wait_event(event)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            latents = latents[: self.count - start]
             bad = ~latents.flatten(1).isfinite().all(dim=1).cpu()  # SYNC: with the draws before
-            if bad.any():
-                self._refuse(part, bad)
-            return Part(part, self._model.decode(latents), cost)
-
-    def _after(self, computed: Any, device: torch.device) -> Any:
-        if computed is None:
-            return nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # this thread has no current device
-        self._stream.wait_event(computed)
-        return torch.cuda.stream(self._stream)
-
-    def _refuse(self, part: int, bad: torch.Tensor) -> None:
-        first = self._options.first_seed + part * self._options.part_size
-        seed, rest = first + int(bad.nonzero()[0]), int(bad.sum()) - 1
+            if not bad.any():
+                return Part(part, self.model.decode(latents), cost)
+        seed, rest = self.options.first_seed + start + int(bad.nonzero()[0]), int(bad.sum()) - 1
         others = f" and {rest} more of its part" if rest else ""
-        precision = "bf16" if self._options.bf16 else "fp32"
         raise ValueError(
-            f"the sample of seed {seed}{others} is not finite (the network ran in {precision}): try "
+            f"the sample of seed {seed}{others} is not finite (the network ran in {self._precision}): try "
             "mixed_precision=no, another sampler or another checkpoint, and overwrite=true"
         )
+
+    @property
+    def _precision(self) -> str:
+        return "bf16" if self.options.bf16 else "fp32"
 
 
 def cache_key(record: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -328,22 +298,45 @@ def cache_key(record: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     return flat | {"code": source_sha256(), "torch": torch.__version__, "device": device.type}
 
 
-def saved_options(folder: Path, key: Mapping[str, Any], overwrite: bool) -> dict[str, Any]:
-    """What the job in a folder was started with; empty where it is another job, which may be replaced."""
-    try:
-        saved = saved_key(folder)
-    except ValueError:
-        if not overwrite:
-            raise
-        return {}
-    other = any(saved.get(name) != value for name, value in as_json(key).items() if name not in LEFT_OPEN)
-    return {} if overwrite and other else saved
+def start_drawing(
+    model: ImageModel,
+    record: dict[str, Any],
+    folder: Path,
+    key: dict[str, Any],
+    launch: Launch,
+    overwrite: bool = False,
+) -> tuple[Drawing, PartCache]:
+    """Resolve how the images of a record are drawn, as a job in a folder was started if there is one.
+
+    Args:
+        record: the resolved options are added to it.
+        key: everything that parts depend on, besides what is resolved.
+        overwrite: a job in the folder with another key may be replaced.
+
+    Returns:
+        the images, and the cache of their parts.
+    """
+
+    def read_saved() -> dict[str, Any]:
+        try:
+            saved = saved_key(folder)
+        except ValueError:
+            if not overwrite:
+                raise
+            return {}
+        other = any(saved.get(name) != value for name, value in as_json(key).items() if name not in LEFT_OPEN)
+        return {} if overwrite and other else saved
+
+    options = DrawOptions.resolve(record, model, launch.broadcast_from_main(read_saved), launch)
+    record |= asdict(options)
+    images, key = Drawing(model, options), key | {name: record[name] for name in LEFT_OPEN}
+    return images, new_cache(images, folder, key, None, "overwrite=true starts again", overwrite)
 
 
 class GrowingGrid:
     """A picture of the first samples, class by class, of which those are shown that are drawn."""
 
-    def __init__(self, images: DrawnImages, cache: PartCache, columns: int):
+    def __init__(self, images: Drawing, cache: PartCache, columns: int):
         labels = images.labels()
         order = np.arange(images.count) if labels is None else in_turn(labels)
         self.shown = order[: GRID_ROWS * columns]

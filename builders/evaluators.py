@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn as nn
 
 from builders.auto import Resolved
-from builders.drawing import DrawnImages, DrawOptions, ImageModel
+from builders.drawing import Drawing, DrawOptions, ImageModel
 from builders.experiment import Experiment, TrainingData
 from builders.sampling import open_run
 from builders.scoring import build_suite, reference_of
@@ -52,7 +52,7 @@ def build_evaluators(
     if settings.sample_every:
         num_samples, columns = grid_of(len(dataset.manifest.trained_classes))
         options = DrawOptions(num_samples, EVALUATION_BATCH, mixed_precision=resolved.mixed_precision)
-        grid = SampleGrid(DrawnImages(model, options), run.path / "samples", columns, launch)
+        grid = SampleGrid(Drawing(model, options), run.path / "samples", columns, launch)
         evaluators.append((settings.sample_every, grid))
     if settings.eval_every and len(dataset.held_out_ids):
         share["with_masks"] = settings.masked_loss
@@ -76,7 +76,7 @@ def build_evaluators(
             mixed_precision=resolved.mixed_precision,
             compile=resolved.compile and model.is_worth_compiling(suite.num_samples),
         )
-        scores = ScoreSamples(suite, DrawnImages(model, options), run.path / "features/samples")
+        scores = ScoreSamples(suite, Drawing(model, options), run.path / "features/samples")
         evaluators.append((settings.eval_every, scores))
     return evaluators
 

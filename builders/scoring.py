@@ -1,7 +1,7 @@
 """Suites of metrics, and the request of `fid.py`: its samples, its reference, and the table of scores."""
 
 import zipfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from builders.drawing import LEFT_OPEN, DrawnImages, DrawOptions, cache_key
+from builders.drawing import Drawing, cache_key, start_drawing
 from builders.sampling import SamplingConfig, check_sampling, folder_of, open_model, source_name
 from data import encoder_for, open_images, open_latents, read_manifest, real_images
 from evaluation import ArrayImages, Reference, Suite, open_reference
@@ -22,7 +22,7 @@ from runtime.files import read_json
 from runtime.launch import Launch
 from runtime.nodes import Node, read_nodes
 from runtime.output import place_of
-from runtime.parts import PartCache, digest_of, saved_key
+from runtime.parts import PartCache, digest_of
 
 NUM_SAMPLES = 50_000  # of a run, by default
 MAX_REFERENCE_BYTES = 2**33
@@ -194,7 +194,7 @@ class FileSamples:
 
     def cache(self, suite: Suite) -> PartCache | None:
         """The cache of their features; None: in memory."""
-        return suite.feature_cache("samples", {"samples": self.sha256}, self.images)
+        return suite.cache("samples", {"samples": self.sha256}, self.images)
 
     def record(self) -> dict[str, Any]:
         """The samples, with the record of `sample.py` if there is one."""
@@ -212,7 +212,7 @@ class FileSamples:
 class NetworkSamples:
     """Samples drawn from a network while they are scored, with the methods of FileSamples."""
 
-    images: DrawnImages  # once `cache` has resolved how they are drawn
+    images: Drawing  # once `cache` has resolved how they are drawn
 
     def __init__(self, request: dict[str, Any], launch: Launch):
         request = drawn(request)
@@ -233,14 +233,11 @@ class NetworkSamples:
         """Resolve how they are drawn; return the cache of their features, or of the images for a suite that
         takes all at once.
         """
-        key = cache_key({**self._record, "num_samples": self.count}, self._launch.device)
+        key = cache_key(self._record, self._launch.device)
         key["looked_at_by"] = None if suite.batch_size is None else suite.detector_key()
         path = self._features / f"drawn-{digest_of(key)}"
-        saved = self._launch.broadcast_from_main(lambda: saved_key(path))
-        options = DrawOptions.resolve(self._record, self._model, saved, self._launch)
-        self._record |= asdict(options)
-        self.images = DrawnImages(self._model, options)
-        return suite.cache(path, key | {name: self._record[name] for name in LEFT_OPEN}, self.images)
+        self.images, cache = start_drawing(self._model, self._record, path, key, self._launch)
+        return cache
 
     def record(self) -> dict[str, Any]:
         """The samples, with what they are drawn from."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from tqdm import tqdm
 
-from evaluation.features import Images, extract
+from evaluation.features import Images, extract, new_cache
 from evaluation.pictures import OVER_TIME, row_height, save_grid, save_over_time, text_picture
 from evaluation.suite import Suite
 from runtime.launch import Launch
@@ -123,8 +123,8 @@ class ScoreSamples:
     def __call__(self, step: int) -> dict[str, float]:
         """Return the scores, on the first rank."""
         key = {"step": step, **self.describe(), **self.samples.key(), **self.suite.detector_key()}
-        cache = self.suite.cache(self._folder, key, self.samples)
-        scores = self.suite.score(self.samples, self.samples.labels(), cache, replace=True)
+        cache = new_cache(self.samples, self._folder, key, replace=True)
+        scores = self.suite.score(self.samples, self.samples.labels(), cache)
         if self.suite.launch.is_main:
             cache.remove()
         if not self._warned:

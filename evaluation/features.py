@@ -5,9 +5,10 @@ on, and other metrics of the same features need no second pass.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -82,39 +83,62 @@ def extract(
     batch_size: int | None = None,
     launch: Launch,
     description: str | None = None,
-    replace: bool = False,
     after_part: Callable[[], None] = lambda: None,
 ) -> Iterator[Arrays]:
     """Extract the features of all images, and return the arrays of each part, in order, on the first rank.
 
     Args:
         detector: None: the images themselves are the features, as `images`.
-        cache: of the parts; None: in memory.
-        batch_size: images that the detector takes at a time, at most; None: all of a part.
+        cache: see `new_cache`; None: in memory.
+        batch_size: images that the detector takes at a time, at most; None: all, as one part, on the first
+            rank, and the images are cached.
         description, after_part: see `PartCache.fill`.
-        replace: see `PartCache.start`.
     """
-    size = part_size(images, batch_size)
-    cache = PartCache(None, {}, -(-images.count // size)) if cache is None else cache
+    cache = new_cache(images, None, {}, batch_size) if cache is None else cache
+    each_part = None if batch_size is None else detector
 
     def make(indices: list[int]) -> Iterator[tuple[int, Arrays]]:
-        for part in images.batches(size, indices):
+        for part in images.batches(part_size(images, batch_size), indices):
             arrays = {"images": part.images}
-            if detector is not None:
-                arrays = features_of(detector, part.images, batch_size)
+            if each_part is not None:
+                arrays = features_of(each_part, part.images, batch_size)
             arrays[DIGEST] = digest_of_images(part.images)
             yield part.index, arrays if part.cost is None else arrays | {COST: part.cost}
 
-    sizes = {"num_items": images.count, "part_size": size}
     with cache.lock() if launch.is_main else nullcontext():
-        todo = launch.broadcast_from_main(lambda: cache.start(replace))
+        todo = launch.broadcast_from_main(cache.start)
+        sizes = {"num_items": images.count, "part_size": part_size(images, batch_size)}
         cache.fill(todo, make, launch=launch, **sizes, description=description, after_part=after_part)
-    return map(cache.read, range(cache.num_parts)) if launch.is_main else iter(())
+    if not launch.is_main:
+        return iter(())
+    parts = map(cache.read, range(cache.num_parts))
+    return parts if detector is each_part else iter([_at_once(detector, [*parts])])
+
+
+def _at_once(detector: Detector, parts: list[Arrays]) -> Arrays:
+    images = np.concatenate([arrays["images"] for arrays in parts])
+    joined = {**features_of(detector, images, None), DIGEST: digest_of_images(images)}
+    costs = [arrays[COST] for arrays in parts if COST in arrays]
+    return joined | {COST: np.mean(costs, axis=0)} if costs else joined
 
 
 def part_size(images: Images, batch_size: int | None) -> int:
     """Number of images in a part."""
     return images.part_size or batch_size or images.count
+
+
+def new_cache(
+    images: Images,
+    path: Path | None,
+    key: Mapping[str, Any],
+    batch_size: int | None = None,
+    hint: str = "remove it",
+    replace: bool = False,
+) -> PartCache:
+    """A cache of the parts of images; arguments as in `PartCache`."""
+    size = part_size(images, batch_size)
+    key = {**key, "part_size": size, "num_images": images.count}
+    return PartCache(path, key, -(-images.count // size), hint, replace)
 
 
 def add_up(

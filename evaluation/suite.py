@@ -10,18 +10,14 @@ import numpy as np
 import torch
 
 from evaluation.features import (
-    COST,
     COST_KEYS,
-    DIGEST,
-    Arrays,
     Detector,
     FeatureSet,
     Images,
     Need,
     add_up,
-    digest_of_images,
     extract,
-    features_of,
+    new_cache,
     part_size,
 )
 from evaluation.metrics import Metric
@@ -129,34 +125,23 @@ class Suite:
         """Everything that features depend on, besides the images."""
         return {**code_of(self.detector), "detector_config": self.detector_config}
 
-    def cache(self, path: Path, key: Mapping[str, Any], images: Images) -> PartCache:
-        """The cache of the parts of images in a folder."""
-        size = part_size(images, self.batch_size)
-        key = {**key, "part_size": size, "num_images": images.count}
-        return PartCache(path, key, -(-images.count // size))
-
-    def feature_cache(self, kind: str, key: Mapping[str, Any], images: Images) -> PartCache | None:
+    def cache(self, kind: str, key: Mapping[str, Any], images: Images) -> PartCache | None:
         """The cache of the features of images, in a folder named by everything they depend on.
 
-        None: in memory, for a detector that is quick with all images.
+        None: in memory, for a detector that takes all images at once.
         """
         if self._folder is None or self.batch_size is None:
             return None
         key = {**key, **self.detector_key(), "part_size": part_size(images, self.batch_size)}
-        return self.cache(self._folder / f"{kind}-{digest_of(key)}", key, images)
+        return new_cache(images, self._folder / f"{kind}-{digest_of(key)}", key, self.batch_size)
 
     def score(
-        self,
-        images: Images,
-        labels: np.ndarray | None = None,
-        cache: PartCache | None = None,
-        replace: bool = False,
+        self, images: Images, labels: np.ndarray | None = None, cache: PartCache | None = None
     ) -> Scores:
         """Return the scores of images on the first rank; collective on all of them.
 
         Args:
-            cache: see `cache`; None: in memory.
-            replace: see `PartCache.start`.
+            cache: see `features.extract`.
         """
         if labels is None and any(metric.needs_labels for metric in self.metrics):
             keys = [key for metric in self.metrics if metric.needs_labels for key in metric.keys]
@@ -165,7 +150,7 @@ class Suite:
             self._reference_features = self._extract_reference()
         reference = self._reference_features
         needs, num_images = {need for metric in self.metrics for need in metric.needs}, images.count
-        samples, digest = self._extract(images, needs, "features of samples", cache, replace)
+        samples, digest = self._extract(images, needs, "features of samples", cache)
         if not self.launch.is_main:
             return Scores()
         samples.labels = labels
@@ -203,38 +188,19 @@ class Suite:
             needs = {(kind, name) for kind, name in needs if kind is not FeatureStatistics}
         if not needs or images is None:
             return FeatureSet(statistics=dict(known))
-        cache = self.feature_cache("reference", {"reference": self.reference.describe()}, images)
+        cache = self.cache("reference", {"reference": self.reference.describe()}, images)
         found, _ = self._extract(images, needs, "features of reference", cache)
         return FeatureSet(images.count, statistics={**known, **found.statistics})
 
     def _extract(
-        self,
-        images: Images,
-        needs: set[Need],
-        description: str,
-        cache: PartCache | None,
-        replace: bool = False,
+        self, images: Images, needs: set[Need], description: str, cache: PartCache | None
     ) -> tuple[FeatureSet, str]:
-        whole = self.batch_size is None
-        parts = extract(
-            None if whole else self.detector,
-            images,
-            cache,
-            batch_size=self.batch_size,
-            launch=self.launch,
-            description=None if whole and cache is None else description,  # images in memory
-            replace=replace,
-        )
+        quick = self.batch_size is None and cache is None
+        options = {"launch": self.launch, "description": None if quick else description}
+        parts = extract(self.detector, images, cache, batch_size=self.batch_size, **options)
         if not self.launch.is_main:
             return FeatureSet(), ""
-        return add_up([self._joined([*parts])] if whole else parts, needs, images.count, self.launch.device)
-
-    def _joined(self, parts: list[Arrays]) -> Arrays:
-        """Extract the features of the images of all parts at once."""
-        images = np.concatenate([arrays["images"] for arrays in parts])
-        joined = {**features_of(self.detector, images, None), DIGEST: digest_of_images(images)}
-        costs = [arrays[COST] for arrays in parts if COST in arrays]
-        return joined | {COST: np.mean(costs, axis=0)} if costs else joined
+        return add_up(parts, needs, images.count, self.launch.device)
 
 
 def code_of(detector: Detector) -> dict[str, Any]:

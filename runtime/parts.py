@@ -42,18 +42,23 @@ class PartCache:
         path: folder of the parts; None: in memory.
         key: everything the parts depend on, as JSON.
         hint: how to start again where a folder has parts of another key, for errors.
+        replace: remove parts of another key instead.
     """
 
-    def __init__(self, path: Path | None, key: Mapping[str, Any], num_parts: int, hint: str = "remove it"):
-        self.path, self.key, self.num_parts, self._hint = path, as_json(key), num_parts, hint
+    def __init__(
+        self,
+        path: Path | None,
+        key: Mapping[str, Any],
+        num_parts: int,
+        hint: str = "remove it",
+        replace: bool = False,
+    ):
+        self.path, self.key, self.num_parts = path, as_json(key), num_parts
+        self._hint, self._replace = hint, replace
         self._in_memory: dict[int, Arrays] = {}
 
-    def start(self, replace: bool = False) -> list[int]:
-        """Make the folder, or resume an existing one; return the missing parts.
-
-        Args:
-            replace: remove the parts of another key, which are an error otherwise.
-        """
+    def start(self) -> list[int]:
+        """Make the folder, or resume an existing one; return the missing parts."""
         if self.path is None:
             return self.missing()
         file = self.path / KEY
@@ -66,11 +71,11 @@ class PartCache:
         try:
             old = saved_key(self.path)
         except ValueError:
-            if not replace:
+            if not self._replace:
                 raise
             old = {}
         changes = [f"{key}: {old.get(key)} -> {new}" for key, new in self.key.items() if old.get(key) != new]
-        if changes and (replace or not self.done()):
+        if changes and (self._replace or not self.done()):
             self.remove()
             return self.start()
         if changes:

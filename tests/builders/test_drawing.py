@@ -15,7 +15,7 @@ from PIL import Image
 import fid
 import sample
 from builders import drawing
-from builders.drawing import COMPILE_SEC, LEFT_OPEN, DrawOptions, ImageModel, draw
+from builders.drawing import COMPILE_SEC, LEFT_OPEN, Drawing, DrawOptions, ImageModel
 from builders.evaluators import grid_of
 from builders.scoring import features_folder
 from diffusion import CFG, EDMPrecond, SparseGuidance, edm_sampler
@@ -32,7 +32,7 @@ from tests.inception import Projections, write_random_weights
 from tests.networks import PAPER, small_dit
 from tests.runs import composed, tiny_run
 
-LATENTS = drawing.draw_latents
+LATENTS = Drawing.latents
 
 
 def decode(latents):
@@ -101,10 +101,10 @@ def test_a_sample_that_is_not_finite_is_named():
 
             return denoise
 
-    model, options = model_of(guidance=Broken()), DrawOptions(8, 2, first_seed=100)
+    images = Drawing(model_of(guidance=Broken()), DrawOptions(8, 2, first_seed=100))
     with pytest.raises(ValueError, match=r"the sample of seed 102 is not finite \(the network ran in fp32\)"):
-        list(draw(model, options, range(4)))
-    assert [len(part.images) for part in draw(model, options, [0])] == [2]
+        list(images.batches(2, range(4)))
+    assert [len(part.images) for part in images.batches(2, [0])] == [2]
 
 
 @pytest.fixture(scope="module")
@@ -127,13 +127,13 @@ def stop_after(num_parts):
     """Draw so many parts, and come to an end at the next; collect the parts."""
     calls = []
 
-    def latents(model, options, part):
+    def latents(self, part):
         calls.append(part)
         if len(calls) > num_parts:
             raise Stopped
-        return LATENTS(model, options, part)
+        return LATENTS(self, part)
 
-    return mock.patch("builders.drawing.draw_latents", latents), calls
+    return mock.patch("builders.drawing.Drawing.latents", latents), calls
 
 
 def stopped(run, output, num_parts, *overrides):
@@ -322,7 +322,7 @@ def test_more_metrics_and_other_checkpoints_share_what_was_looked_at(scored):
     score, seen = scored
     score("few", "precision_recall=false")
     seen.clear()
-    with mock.patch("builders.drawing.draw_latents", side_effect=LATENTS) as latents:
+    with mock.patch("builders.drawing.Drawing.latents", autospec=True, side_effect=LATENTS) as latents:
         more = score("more", "kid=true")
     assert (seen, latents.call_count) == ([], 0)
     assert {"precision10", "kid10"} <= more["values"].keys()
@@ -370,7 +370,7 @@ def test_features_depend_on_the_arguments_of_a_detector():
         asked |= {"metrics": {"k": KernelDistance()}, "features": Path("x")}
         suite = Suite(reference, detector=Detector(factor), **asked)
         suite.detector_config = {"factor": factor}
-        places.add(suite.feature_cache("samples", {}, reference.images).path)
+        places.add(suite.cache("samples", {}, reference.images).path)
     assert len(places) == 2
 
 

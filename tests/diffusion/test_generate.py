@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from builders.drawing import DrawnImages, DrawOptions, ImageModel, labels_of
+from builders.drawing import Drawing, DrawOptions, ImageModel
 from diffusion import CFG, EDMPrecond, SparseGuidance, edm_sampler, generate, random_labels
 from tests.networks import PAPER, small_dit
 
@@ -26,14 +26,14 @@ def images(num_samples, sampler=TWO_STEPS, guidance_scale=1.0, classes=range(10)
     """Images and labels of a model in batches of 3."""
     decode = lambda x: x.permute(0, 2, 3, 1).numpy()  # noqa: E731
     model = ImageModel(PRECOND, sampler, CFG(guidance_scale), decode, CPU, classes)
-    drawn = DrawnImages(model, DrawOptions(num_samples, 3, **options))
-    parts = drawn.batches(3, range(drawn.options.num_parts))
+    drawn = Drawing(model, DrawOptions(num_samples, 3, **options))
+    parts = drawn.batches(3, range(-(-num_samples // drawn.part_size)))
     return np.concatenate([part.images for part in parts]), drawn.labels()
 
 
 def labels(num_samples, start=0, classes=range(10), **options):
     model = ImageModel(PRECOND, TWO_STEPS, CFG(), None, CPU, classes)
-    return labels_of(model, DrawOptions(num_samples, 3, **options), start, num_samples).tolist()
+    return Drawing(model, DrawOptions(num_samples, 3, **options)).labels(start).tolist()
 
 
 @pytest.mark.parametrize("churn", [{}, {"S_churn": 10}])

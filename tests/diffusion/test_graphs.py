@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from builders.drawing import DrawOptions, ImageModel, draw_latents
+from builders.drawing import Drawing, DrawOptions, ImageModel
 from diffusion import CFG, EDMPrecond, SparseGuidance, edm_sampler
 from diffusion.graphs import replay_forward
 from routing import Routing
@@ -55,7 +55,8 @@ def latents_of(net, guidance, device="cpu", compiled=False, bf16=False):
     options = DrawOptions(8, 4, mixed_precision="bf16" if bf16 else "no")
     if compiled:
         model = model.compiled
-    return [draw_latents(model, options, part)[0].cpu() for part in (0, 1)]
+    images = Drawing(model, options)
+    return [images.latents(part)[0].cpu() for part in (0, 1)]
 
 
 @pytest.mark.parametrize("name", GUIDANCE)
@@ -113,9 +114,10 @@ def test_samples_on_a_gpu_are_those_of_eager_forwards(name, bf16):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_nothing_waits_for_the_device_inside_a_trajectory():
     model = model_of(small_dit([PAPER]), GUIDANCE["sparse"], "cuda", S_churn=10).compiled
-    draw_latents(model, DrawOptions(8, 4), 0)
+    images = Drawing(model, DrawOptions(8, 4))
+    images.latents(0)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        draw_latents(model, DrawOptions(8, 4), 1)
+        images.latents(1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
