@@ -31,6 +31,8 @@ from training.ema import EMA
 from training.optimizer import Optimizer
 from training.run_folder import RunFolder
 
+SCALARS = ("method", "run_name", "output_dir", "wait", "seed", "sweep_metric", "decoding")
+GROUPS = ("data", "optimizer", "ema", "sampler", "guidance")
 PARTS = ("block", "router", "rejoin")  # that not every model has
 TrainingData = LatentDataset | ShardDataset
 
@@ -63,7 +65,7 @@ class Experiment:
     sampler_node: Node
     guidance_node: Node
     evaluation: Node | None
-    tracker_node: Node | None
+    tracker: Node | None
 
     @classmethod
     def of_config(cls, cfg: DictConfig, num_processes: int = 1) -> "Experiment":
@@ -72,22 +74,17 @@ class Experiment:
         train = TrainConfig(**written["train"])
         check_train(train)
         written["train"] = asdict(train)  # words in lower case
+        precond, loss = (nodes["diffusion"].get(part) for part in ("precond", "loss"))
         experiment = cls(
             written,
-            **{key: written[key] for key in ("method", "run_name", "output_dir", "wait", "seed")},
-            **{key: written[key] for key in ("sweep_metric", "decoding")},
+            **{key: written[key] for key in SCALARS},
             train=train,
             routing=RoutingConfig(**written["routing"]),
-            data_node=_node(nodes["data"], "data"),
             model_node=_model_node(nodes["model"]),
-            precond_node=_node(nodes["diffusion"].get("precond"), "diffusion.precond"),
-            loss_node=_node(nodes["diffusion"].get("loss"), "diffusion.loss"),
-            optimizer_node=_node(nodes["optimizer"], "optimizer"),
-            ema_node=_node(nodes["ema"], "ema"),
-            sampler_node=_node(nodes["sampler"], "sampler"),
-            guidance_node=_node(nodes["guidance"], "guidance"),
-            evaluation=_node(nodes["evaluation"], "evaluation") if nodes["evaluation"] else None,
-            tracker_node=_node(nodes["tracker"], "tracker") if nodes["tracker"] else None,
+            precond_node=_node(precond, "diffusion.precond"),
+            loss_node=_node(loss, "diffusion.loss"),
+            **{f"{key}_node": _node(nodes[key], key) for key in GROUPS},
+            **{key: _node(nodes[key], key) if nodes[key] else None for key in ("evaluation", "tracker")},
         )
         check_loop(experiment, num_processes)
         check_groups(experiment)
@@ -200,10 +197,6 @@ class Experiment:
         data |= {"code (sha256)": source_sha256(), "torch": torch.__version__}
         launch.assert_ranks_agree({**flatten(self.written), **data})
         return dataset
-
-    def tracker(self) -> Any:
-        """The tracker, or None."""
-        return None if self.tracker_node is None else self.tracker_node.bind()()
 
     def check(self) -> "Experiment":
         """Build every part, the network on the meta device: each checks its own keys."""

@@ -195,7 +195,8 @@ def _start_writing(
     left, disk = train.total_steps - trainer.step, free_disk(trainer.checkpoints.folder)
     short = check_resources(train, takes, left, memory, disk)
     run.record_start(experiment.written, details, trainer.step)
-    trainer.recorder.open(experiment.tracker(), flatten(experiment.written))
+    tracker = experiment.tracker and experiment.tracker.bind()()
+    trainer.recorder.open(tracker, flatten(experiment.written))
     print(summary(experiment, resolved, details, cost, trainer.step, dataset.manifest, takes), flush=True)
     for line in (*warnings(train, dataset.manifest), *short):
         print(f"warning: {line}", flush=True)
