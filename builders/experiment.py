@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from builders.config import OF_OPTIMIZER, register, resolve_nodes
 from builders.kept_tokens import KeptTokensLoss
 from builders.rules import check_groups, check_latents, check_loop
 from builders.schemas import Config, RoutingConfig, TrainConfig, check_train
-from data import LatentDataset, ShardDataset
+from data import LatentDataset, ShardDataset, mask_coverage
 from diffusion import Guidance, Loss, Precond
-from models import Backbone
+from models import Backbone, token_mask
 from routing import Route, RoutePlan
 from runtime.command_line import one_line
 from runtime.config import compose_config
@@ -197,6 +198,17 @@ class Experiment:
         data |= {"code (sha256)": source_sha256(), "torch": torch.__version__}
         launch.assert_ranks_agree({**flatten(self.written), **data})
         return dataset
+
+    def token_mask(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The tokens (N, T) that masks (N, H, W) touch; None for a training without masks."""
+        patch_size = self.latent_shape[1] // isqrt(self.meta_net.num_tokens)
+        return partial(token_mask, patch_size=patch_size) if self.train.masked_loss else None
+
+    def mask_coverage(self, dataset: TrainingData) -> float:
+        """The fraction of the tokens that masks force to stay, where windows grow by them."""
+        if not self.train.masked_loss or self.routing.force_keep_overflow != "grow":
+            return 0.0
+        return mask_coverage(dataset, self.token_mask(), self.train.batch_size)
 
     def check(self) -> "Experiment":
         """Build every part, the network on the meta device: each checks its own keys."""
