@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -130,12 +130,12 @@ class Experiment:
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        return tuple(Route(**fields) for fields in self.model_node.arguments["routes"])
+        return tuple(self.model_node.arguments["routes"])
 
-    @cached_property
+    @property
     def meta_net(self) -> Backbone:
         """The network on the meta device, without memory: its shapes, and its own rules."""
-        return self.net(torch.device("meta"))
+        return self.model_node.on_meta
 
     def with_model(self, changes: dict[str, Any]) -> "Experiment":
         """The experiment of another network."""
@@ -144,7 +144,7 @@ class Experiment:
     def net(self, device: torch.device | None = None) -> Backbone:
         """The network; its weights are drawn on a device, by default torch's."""
         with nullcontext() if device is None else device:
-            return self.model_node.bind()(routes=list(self.routes))
+            return self.model_node.bind()()
 
     def precond(self, net: nn.Module) -> Precond:
         """The preconditioning around a network."""
@@ -261,7 +261,7 @@ def _model_node(found: Any) -> Node:
         if part in node.arguments:
             _node(node.arguments[part], f"model.{part}")
     routes = node.written["routes"] = check_routes("model.routes", node.written.get("routes", []))
-    return replace(node, arguments={**node.arguments, "routes": routes})
+    return replace(node, arguments={**node.arguments, "routes": [Route(**fields) for fields in routes]})
 
 
 def _without_weights(path: str, checkpoint: str | None) -> Precond:
