@@ -112,7 +112,7 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: TrainingData,
     train, device = experiment.train, launch.device
     resolved, memory = _resolve(experiment, run, launch), free_memory(launch)
     # Before its memory is taken.
-    least = Estimate(0.0, bytes_in_memory(experiment, experiment.meta_net), 0)
+    least = Estimate(0.0, bytes_in_memory(experiment), 0)
     launch.broadcast_from_main(lambda: check_resources(train, least, 0, memory, 0))
 
     torch.manual_seed(experiment.seed)
