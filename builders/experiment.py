@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from builders.config import OF_OPTIMIZER, register, resolve_nodes
 from builders.kept_tokens import KeptTokensLoss
-from builders.rules import check_groups, check_latents, check_loop
+from builders.rules import check_latents, check_rules
 from builders.schemas import Config, RoutingConfig, TrainConfig, check_train
 from data import LatentDataset, ShardDataset, mask_coverage
 from diffusion import Guidance, Loss, Precond
@@ -87,8 +87,7 @@ class Experiment:
             **{f"{key}_node": _node(nodes[key], key) for key in GROUPS},
             **{key: _node(nodes[key], key) if nodes[key] else None for key in ("evaluation", "tracker")},
         )
-        check_loop(experiment, num_processes)
-        check_groups(experiment)
+        check_rules(experiment, num_processes)
         return experiment
 
     @classmethod
