@@ -75,18 +75,13 @@ class Experiment:
         train = TrainConfig(**written["train"])
         check_train(train)
         written["train"] = asdict(train)  # words in lower case
-        precond, loss = (nodes["diffusion"].get(part) for part in ("precond", "loss"))
-        experiment = cls(
-            written,
-            **{key: written[key] for key in SCALARS},
-            train=train,
-            routing=RoutingConfig(**written["routing"]),
-            model_node=_model_node(nodes["model"]),
-            precond_node=_node(precond, "diffusion.precond"),
-            loss_node=_node(loss, "diffusion.loss"),
-            **{f"{key}_node": _node(nodes[key], key) for key in GROUPS},
-            **{key: _node(nodes[key], key) if nodes[key] else None for key in ("evaluation", "tracker")},
-        )
+        values: dict[str, Any] = {key: written[key] for key in SCALARS}
+        values |= {f"{key}_node": _node(nodes[key], key) for key in GROUPS}
+        values |= {key: _node(nodes[key], key) if nodes[key] else None for key in ("evaluation", "tracker")}
+        for part in ("precond", "loss"):
+            values[f"{part}_node"] = _node(nodes["diffusion"].get(part), f"diffusion.{part}")
+        routing, model = RoutingConfig(**written["routing"]), _model_node(nodes["model"])
+        experiment = cls(written, train=train, routing=routing, model_node=model, **values)
         check_rules(experiment, num_processes)
         return experiment
 
