@@ -152,7 +152,7 @@ class Experiment:
         return KeptTokensLoss(loss, net, self.train.reconstruction_weight)
 
     def route_plan(self, net: Backbone) -> RoutePlan:
-        """What the routes of a network do at each step."""
+        """The ratios of the routes of a network, step by step."""
         return RoutePlan(net.routes, net.num_tokens, self.train.total_steps, **asdict(self.routing))
 
     def optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -175,7 +175,7 @@ class Experiment:
         return self.sampler_node.bind()
 
     def guidance(self, open_precond: Callable[[str, str | None], Precond]) -> Guidance:
-        """The guidance, with the networks that it has beside, opened by open_precond(run, checkpoint)."""
+        """The guidance; open_precond(run, checkpoint) opens the networks that it has beside."""
         guidance = self.guidance_node.bind()()
         guidance.load(open_precond)
         return guidance
