@@ -94,6 +94,7 @@ class Experiment:
     @classmethod
     def of_run(cls, run: RunFolder) -> "Experiment":
         """The experiment of a run, which may come from anywhere, checked as on the command line."""
+        run.check_started()
         check_apart(run.path, config_folders())
         return cls.of_written(run.config(), run.config_file)
 
@@ -260,7 +261,6 @@ def _model_node(found: Any) -> Node:
 
 def _without_weights(path: str, checkpoint: str | None) -> Precond:
     run = RunFolder(path)
-    run.check_started()
-    find_checkpoint(run.path, checkpoint)
     experiment = Experiment.of_run(run)
+    find_checkpoint(run.path, checkpoint)
     return experiment.precond(experiment.meta_net)
