@@ -16,29 +16,23 @@ import hydra
 from omegaconf import DictConfig
 
 from builders import config as configuration
+from builders.references import write_reference
+from builders.sampling import DrawRequest
 from builders.scoring import (
-    DrawnSamples,
     FileSamples,
+    NetworkSamples,
     ScoreConfig,
     check_request,
     comparisons,
-    draws,
-    features_folder,
     open_suite,
     show,
-    suite_config,
 )
 from builders.sweep import summarise
-from data import open_images
-from data.images import ORIENTATION
-from evaluation import InceptionDetector, make_reference
-from evaluation.files import fingerprint
-from evaluation.suite import code_of, digest_of
 from runtime.config import as_job, is_sweep, run_main, user_mistakes
-from runtime.files import finite, read_json, sha256, write_json
+from runtime.files import finite, read_json, write_json
 from runtime.launch import Launch
 from runtime.machine import PATIENCE, start_process
-from runtime.parts import PartFolder
+from runtime.nodes import Node
 from runtime.provenance import environment
 
 configuration.register("fid", ScoreConfig)
@@ -50,23 +44,23 @@ def main(cfg: DictConfig) -> None:
     """Check the request, and score or write a reference."""
     with user_mistakes():
         request = configuration.resolve(cfg)
-        check_request(request)
+        suite, drawn = check_request(request)
         launch = start_process(timeout=PATIENCE)
         if request["mode"] == "reference":
-            write_reference(request, launch)
+            write_reference(request, suite.arguments, launch)
         else:
-            out = score(request, launch)
-            if is_sweep() and draws(request):
+            out = score(request, suite, drawn, launch)
+            if is_sweep() and drawn is not None:
                 table = launch.broadcast_from_main(lambda: summarise(out))
                 launch.print(f"sweep {table}" if table else "sweep: one record")
 
 
-def score(request: dict[str, Any], launch: Launch) -> Path:
+def score(request: dict[str, Any], node: Node, drawn: DrawRequest | None, launch: Launch) -> Path:
     """Score samples, print the scores and save them with a record; a sweep passes over what has one."""
-    samples = DrawnSamples(request, launch) if draws(request) else FileSamples(request)
-    suite = open_suite(request, samples.count, samples.out, launch)
+    samples = FileSamples(request) if drawn is None else NetworkSamples(request, drawn, launch)
+    suite = open_suite(node, request, samples.out, launch)
     suite.check(samples.count, samples.shape, samples.name)
-    kept = samples.settle(suite)
+    cache = samples.cache(suite)
     described = {"suite": request["suite"], "protocol": suite.describe()}
     passes_over = is_sweep() and not request["overwrite"]
     if passes_over and launch.broadcast_from_main(lambda: is_scored(samples, described)):
@@ -77,50 +71,25 @@ def score(request: dict[str, Any], launch: Launch) -> Path:
         labels = samples.labels()
         suite.check_labels(labels, samples.name)
     with launch.claimed_by_main("out", samples.out, (), request["overwrite"]):
-        drawn = launch.broadcast_from_main(samples.record)
-        scores = suite.score(samples.images, labels, kept)
+        scored = launch.broadcast_from_main(samples.record)
+        scores = suite.score(samples.images, labels, cache)
         others = comparisons(suite, samples.count)
         if launch.is_main:
             show(scores, others)
             record = {"num_processes": launch.world_size, "environment": environment(launch.device)}
-            record |= {**described, "samples": drawn}
+            record |= {**described, "samples": scored}
             compared = {name: {"n": row.num_images, **row.values} for name, row in others.items()}
             write_json(samples.out, {**asdict(scores), **record, "comparisons": compared})
             print(f"record {samples.out}")
     return samples.out
 
 
-def is_scored(samples: FileSamples | DrawnSamples, described: dict[str, Any]) -> bool:
+def is_scored(samples: FileSamples | NetworkSamples, described: dict[str, Any]) -> bool:
     """True if the same samples have the same scores on disk."""
     if not samples.out.is_file() or not isinstance(there := read_json(samples.out), dict):
         return False
     wanted = json.loads(json.dumps(finite({**described, "samples": samples.record()})))
     return {key: there.get(key) for key in wanted} == wanted
-
-
-def write_reference(request: dict[str, Any], launch: Launch) -> None:
-    """Write a reference from images, with a record beside it."""
-    source, file = Path(request["images"]), Path(request["out"])
-    suite = suite_config(request)["evaluation"]
-    images = open_images(source, request["resolution"])
-    if images.count < 2 or images.shape[-1] != 3:
-        raise ValueError(f"images={source}: {images.count} of {images.shape}, must be 2 or more of (H, W, 3)")
-    beside = file.with_suffix(".json")
-    with launch.claimed_by_main("out", file, [beside], request["overwrite"]):
-        detector = InceptionDetector(suite["weights"], launch.device, suite["allow_unpublished_weights"])
-        about = {"images": fingerprint(source), "resolution": request["resolution"], **code_of(detector)}
-        about["batch_size"] = batch_size = suite["batch_size"]
-        path = features_folder(request, file) / f"reference-{digest_of(about)}"
-        kept = PartFolder(path, about, -(-images.count // batch_size))
-        found = make_reference(detector, images, file, batch_size, launch, kept)
-        if launch.is_main:
-            origin = {"path": str(source), "sha256": fingerprint(source), "resolution": request["resolution"]}
-            origin |= {"orientation": None if source.suffix == ".npz" else ORIENTATION}
-            record = {**found, "sha256": sha256(file), "images": origin, "weights": detector.record}
-            record |= {"num_processes": launch.world_size, "environment": environment(launch.device)}
-            write_json(beside, record)
-            print(f"reference {file}\nrecord {beside}")
-            kept.remove()  # the reference has what they add up to
 
 
 if __name__ == "__main__":

@@ -9,26 +9,28 @@ in OUTPUT.partial: the same command goes on where it was stopped, also on anothe
 
 import runtime.openmp  # noqa: F401 before torch
 
+import math
 import shutil
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hydra
 import numpy as np
-import torch
 from omegaconf import DictConfig
 
 from builders import config as configuration
-from builders.drawing import GRID, draw, parts_of
-from builders.sampling import SampleConfig, check_sampling, folder_of, open_source
-from evaluation.features import COST, COST_KEYS
+from builders.drawing import Drawing, cache_key, start_drawing
+from builders.sampling import SampleConfig, open_model, read_request
+from evaluation.features import COST, COST_KEYS, extract
+from evaluation.pictures import GrowingGrid
 from runtime.config import as_job, run_main, user_mistakes
 from runtime.errors import check_positive
 from runtime.files import atomic_write, sha256, write_json
 from runtime.machine import PATIENCE, start_process
 from runtime.output import place_of
-from runtime.parts import PartFolder, explained
+from runtime.parts import Arrays, check_room, explained
 from runtime.provenance import environment
 
 configuration.register("sample", SampleConfig)
@@ -42,20 +44,26 @@ def main(cfg: DictConfig) -> None:
         request = configuration.resolve(cfg)
         check_positive("grid_columns", request["grid_columns"])
         if request["output"] and not request["output"].endswith(".npz"):
-            rule = "must end in .npz; picture and record take its name"
-            raise ValueError(f"output={request['output']} {rule}")
-        check_sampling(request)
+            raise ValueError(f"output={request['output']} must end in .npz; picture and record take its name")
+        drawn = read_request(request)
         launch = start_process(timeout=PATIENCE)
-        source, name, record = open_source(request, launch)
-        output = place_of("output", request["output"], folder_of(request), f"samples/{name}.npz")
-        may_replace = (
-            request["overwrite"] or parts_of(output).is_dir()
-        )  # a job stopped while it joined its parts
+        model, name, record = open_model(drawn, launch)
+        output = place_of("output", request["output"], drawn.folder, f"samples/{name}.npz")
+        folder = output.with_name(f"{output.name}.partial")
+        may_replace = request["overwrite"] or folder.is_dir()  # a job stopped while it joined its parts
         with launch.claimed_by_main("output", output, beside(output), may_replace):
-            parts = draw(source, record, output, request["grid_columns"], request["overwrite"], launch)
+            key = cache_key(record, launch.device)
+            images, cache = start_drawing(model, record, folder, key, launch, request["overwrite"])
+            grid = GrowingGrid(images, cache, request["grid_columns"])
+            num_bytes = math.prod(images.shape) * (images.count + images.part_size * len(cache.missing()))
+            launch.broadcast_from_main(lambda: check_room("output", output, num_bytes))
+            if launch.broadcast_from_main(cache.start):
+                launch.print(f"{images}\na picture of the first ones, class by class, grows in {grid.file}")
+            parts = extract(None, images, cache, launch=launch, description="sample", after_part=grid.update)
             record["environment"] = environment(launch.device)
             if launch.is_main:
-                pack(parts, source.labels(request["num_samples"]), source.image_shape, output, record)
+                pack(parts, images, grid.file, output, record)
+                cache.remove()
     launch.print(f"samples {output}\npicture {output.with_suffix('.png')}")
 
 
@@ -64,37 +72,26 @@ def beside(output: Path) -> list[Path]:
     return [output.with_suffix(suffix) for suffix in (".png", ".json", ".scores.json")]
 
 
-def pack(
-    parts: PartFolder,
-    labels: torch.Tensor | None,
-    shape: tuple[int, ...],
-    output: Path,
-    record: dict[str, Any],
-) -> None:
-    """Join images (N, *shape) and labels (N,) in the layout of [ADM], with a picture and a record.
-
-    The parts go when all is written.
-    """
-    costs, beside_it = [], beside(output)
-    header = {"descr": "|u1", "fortran_order": False, "shape": (record["num_samples"], *shape)}
+def pack(parts: Iterator[Arrays], images: Drawing, grid: Path, output: Path, record: dict[str, Any]) -> None:
+    """Join images (N, H, W, C) and labels (N,) in the layout of [ADM], with a picture and a record."""
+    header = {"descr": "|u1", "fortran_order": False, "shape": (images.count, *images.shape)}
+    labels, costs = images.labels(), []
     with explained(output), atomic_write(output) as partial:
         with zipfile.ZipFile(partial, "w") as archive:
             with archive.open("arr_0.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array_header_1_0(file, header)
-                for i in range(parts.num_parts):
-                    part = parts.read(i)
+                for part in parts:
                     file.write(part["images"].tobytes())
                     costs.append(part[COST])
             if labels is not None:
                 with archive.open("arr_1.npy", "w", force_zip64=True) as file:
-                    np.lib.format.write_array(file, labels.numpy())
-        for file in beside_it:  # of earlier samples
+                    np.lib.format.write_array(file, labels)
+        for file in beside(output):  # of earlier samples
             file.unlink(missing_ok=True)
         # The samples come last: a kill before leaves the parts, and the same command joins them again.
-        shutil.copyfile(parts.path / GRID, output.with_suffix(".png"))
+        shutil.copyfile(grid, output.with_suffix(".png"))
         record["cost_per_image"] = dict(zip(COST_KEYS, np.mean(costs, axis=0).tolist(), strict=True))
         write_json(output.with_suffix(".json"), {**record, "samples_sha256": sha256(partial)})
-    parts.remove()
 
 
 if __name__ == "__main__":

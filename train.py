@@ -12,9 +12,10 @@ import os
 import hydra
 from omegaconf import DictConfig
 
-from builders import config as configuration
+from builders.config import register
+from builders.experiment import Experiment
 from builders.schemas import Config
-from builders.trainer import build_trainer, check_files, open_data
+from builders.trainer import build_trainer, check_files
 from runtime.config import INTERRUPTED, as_job, run_main, user_mistakes
 from runtime.launcher import check_launcher
 from runtime.lock import TRY_AGAIN
@@ -24,37 +25,38 @@ from training.run_folder import RunFolder, depends_on_total_steps
 from training.stopping import INTERRUPT, pass_on
 from training.trainer import Trainer
 
-configuration.register("train", Config)
+register("train", Config)
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
 @as_job
 def main(cfg: DictConfig) -> float | None:
     """Compose, validate, build, fit; return `sweep_metric`."""
-    configuration.register("train", Config)  # again: a sweep may run its jobs in other processes
+    register("train", Config)  # again: a sweep may run its jobs in other processes
     with user_mistakes():
-        config = configuration.validate(cfg, num_processes=int(os.environ.get("WORLD_SIZE", "1")))
+        experiment = Experiment.of_config(cfg, num_processes=int(os.environ.get("WORLD_SIZE", "1"))).check()
         check_launcher()
-        run = RunFolder(config["output_dir"])
-        check_files(config, run)
+        run = RunFolder(experiment.output_dir)
+        check_files(experiment, run)
         launch = start_process()
-        dataset = open_data(config, launch)
-        run.lock(launch, config["wait"])
+        dataset = experiment.data(launch)
+        run.lock(launch, experiment.wait)
         try:
-            run.check(config, dataset.describe())
-            finished = run.is_finished(config["train"]["total_steps"])
-            trainer = None if finished else build_trainer(config, run, dataset, launch)
+            run.check(experiment.written, dataset.describe())
+            finished = run.is_finished(experiment.train.total_steps)
+            trainer = None if finished else build_trainer(experiment, run, dataset, launch)
         except (ValueError, OSError):
             run.unlock()
             raise
     if trainer is None:
-        longer = "" if depends_on_total_steps(config) else "raise train.total_steps to continue it, or "
+        fixed = depends_on_total_steps(experiment.written)
+        longer = "" if fixed else "raise train.total_steps to continue it, or "
         launch.print(f"{run.path} is finished: {longer}start another with run_name=NAME")
         run.unlock()
     else:
         fit(trainer, run)
     with user_mistakes():
-        return run.newest(config["sweep_metric"]) if config["sweep_metric"] else None
+        return run.newest(experiment.sweep_metric) if experiment.sweep_metric else None
 
 
 def fit(trainer: Trainer, run: RunFolder) -> None:

@@ -36,14 +36,13 @@ from tqdm import tqdm
 
 from benchmarks.results import markdown
 from benchmarks.runs import count_flops
-from builders.network import build_net, build_precond
+from builders.experiment import Experiment
 from builders.sampling import load_net, read_run
-from data import LatentDataset, mask_coverage
-from models import token_mask
+from data import LatentDataset
 from routing import Adapter, Route, attach, detach, grow_ratio, num_tokens_kept, resolve_routes
 from routing.adapters.families import adapter_of
 from routing.adapters.proof import State
-from runtime.config import build_node, command, run_main
+from runtime.config import command, run_main
 from runtime.errors import check_positive
 from runtime.files import write_json, write_text
 from runtime.machine import compile_blocks, start_process
@@ -111,35 +110,37 @@ class Advice(NamedTuple):
 
 
 @command("advise", AdviceConfig, __doc__)
-def main(request: dict[str, Any]) -> None:
+def main(request: AdviceConfig) -> None:
     """Measure, recommend, and write table and figures."""
-    config, details = read_run(request["run"])
-    depth = config["model"]["depth"]
+    experiment, details = read_run(request.run)
+    depth = experiment.model_node.arguments["depth"]
     if depth < MIN_DEPTH:
         raise ValueError(
-            f"run={request['run']}: model.depth={depth} must be at least {MIN_DEPTH}: the first and the "
+            f"run={request.run}: model.depth={depth} must be at least {MIN_DEPTH}: the first and the "
             "last blocks must see all tokens"
         )
     for key in ("num_samples", "repeats", "batch_size"):
-        if request[key] is not None:
-            check_positive(key, request[key])
-    if request["mask_coverage"] is not None and not 0 <= request["mask_coverage"] <= 1:
-        raise ValueError(f"mask_coverage={request['mask_coverage']} must be in [0, 1]")
-    checkpoint = find_checkpoint(Path(request["run"]), request["checkpoint"])
+        if (number := getattr(request, key)) is not None:
+            check_positive(key, number)
+    if request.mask_coverage is not None and not 0 <= request.mask_coverage <= 1:
+        raise ValueError(f"mask_coverage={request.mask_coverage} must be in [0, 1]")
+    checkpoint = find_checkpoint(Path(request.run), request.checkpoint)
     resolved = _resolved(request, details)
-    _find_data(request, config)
+    experiment = _with_data(request, experiment)
     device = start_process().device
-    net = load_net(config, checkpoint / "ema.safetensors")[0].to(device)
-    dataset = build_node(config, "data")()
-    coverage = _coverage(request["mask_coverage"], config, dataset)
-    file = place_of("output", request["output"], Path(request["run"]), "advice") / "advice.json"
-    with claimed("output", file, [file.with_suffix(".md")], request["overwrite"]):
-        alike = similarity(config, net, dataset, request["num_samples"], resolved["micro_batch_size"], device)
-        advice = advise_run(config, resolved, alike, coverage, request["repeats"], device)
+    net = load_net(experiment, checkpoint / "ema.safetensors")[0].to(device)
+    dataset = experiment.data_node.bind()()
+    coverage = request.mask_coverage
+    coverage = experiment.mask_coverage(dataset) if coverage is None else coverage
+    file = place_of("output", request.output, Path(request.run), "advice") / "advice.json"
+    with claimed("output", file, [file.with_suffix(".md")], request.overwrite):
+        batch_size = resolved["micro_batch_size"]
+        alike = similarity(experiment, net, dataset, request.num_samples, batch_size, device)
+        advice = advise_run(experiment, resolved, alike, coverage, request.repeats, device)
         figures = {
             "checkpoint": str(checkpoint),
             "mask_coverage": coverage,
-            "batch_size": resolved["micro_batch_size"],
+            "batch_size": batch_size,
             "candidates": [asdict(candidate) for candidate in advice.candidates],
             "recommended": asdict(advice.best) if advice.best else None,
             "similarity": alike.tolist(),
@@ -150,41 +151,33 @@ def main(request: dict[str, Any]) -> None:
     print(f"{aligned(advice.text)}\n\nthe table is {file.with_suffix('.md')}, the figures are {file}")
 
 
-def _resolved(request: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
+def _resolved(request: AdviceConfig, details: dict[str, Any]) -> dict[str, Any]:
     """Precision, compilation and batch size of the manifest of the run, with those of the request."""
     resolved = details.get("resolved")
     resolved = resolved if isinstance(resolved, dict) else {}
-    batch_size = request["batch_size"] or resolved.get("micro_batch_size")
-    if type(batch_size) is not int or not (request["batch_size"] or 1 <= batch_size <= MAX_BATCH):
+    batch_size = request.batch_size or resolved.get("micro_batch_size")
+    if type(batch_size) is not int or not (request.batch_size or 1 <= batch_size <= MAX_BATCH):
         raise ValueError(
-            f"run={request['run']}: its manifest has micro_batch_size={batch_size}: set batch_size=N"
+            f"run={request.run}: its manifest has micro_batch_size={batch_size}: set batch_size=N"
         )
     return {**resolved, "micro_batch_size": batch_size}
 
 
-def _find_data(request: dict[str, Any], config: dict[str, Any]) -> None:
-    """Set where the data is: a run of somebody else must not make a program fetch or write any."""
-    data, asked = config["data"], request["data_path"]
+def _with_data(request: AdviceConfig, experiment: Experiment) -> Experiment:
+    """Find the data: a run of somebody else must not make a program fetch or write any."""
+    node, asked = experiment.data_node, request.data_path
+    data = node.arguments
     if "path" not in data:
-        return
+        return experiment
     if asked is None and not Path(data["path"]).is_dir():
-        given = f"run={request['run']}: data.path={data['path']}"
+        given = f"run={request.run}: data.path={data['path']}"
         raise FileNotFoundError(f"{given} is not a folder here: set data_path=PATH")
-    data["path"] = asked or data["path"]
-
-
-def _coverage(requested: float | None, config: dict[str, Any], dataset: LatentDataset) -> float:
-    if requested is not None:
-        return requested
-    if not config["train"]["masked_loss"] or config["routing"]["force_keep_overflow"] != "grow":
-        return 0.0
-    patch_size = config["model"]["patch_size"]
-    return mask_coverage(dataset, lambda masks: token_mask(masks, patch_size), config["train"]["batch_size"])
+    return replace(experiment, data_node=node.changed({"path": asked or data["path"]}))
 
 
 @torch.no_grad()
 def similarity(
-    config: dict[str, Any],
+    experiment: Experiment,
     net: nn.Module,
     dataset: LatentDataset,
     num_samples: int,
@@ -199,7 +192,7 @@ def similarity(
     """
     ids = dataset.held_out_ids if len(dataset.held_out_ids) else dataset.train_ids
     ids, total = ids[:num_samples], 0.0
-    precond, loss_fn = build_precond(config, net).eval(), build_node(config, "diffusion.loss")()
+    precond, loss_fn = experiment.precond(net).eval(), experiment.loss_node.bind()()
     generator, states = torch.Generator(device).manual_seed(0), []
     hooks = [block.register_forward_pre_hook(lambda _, args: states.append(args[0])) for block in net.blocks]
     hooks.append(net.blocks[-1].register_forward_hook(lambda _, __, output: states.append(output)))
@@ -221,7 +214,7 @@ def mean_cosines(states: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def advise_run(
-    config: dict[str, Any],
+    experiment: Experiment,
     resolved: dict[str, Any],
     alike: np.ndarray,
     coverage: float,
@@ -230,8 +223,8 @@ def advise_run(
 ) -> Advice:
     """Measure windows of a run, in its precision, compiled as it was, with room for masks."""
     # A route may have weights.
-    net = build_net(config | {"model": config["model"] | {"routes": [asdict(PUBLISHED)]}}).to(device)
-    precond, loss_fn = build_precond(config, net).train(), build_node(config, "diffusion.loss")()
+    net = experiment.with_model({"routes": [asdict(PUBLISHED)]}).net().to(device)
+    precond, loss_fn = experiment.precond(net).train(), experiment.loss_node.bind()()
     bf16 = torch.autocast(device.type, torch.bfloat16, enabled=resolved.get("mixed_precision") == "bf16")
     loss, batch_size, depth, T = bf16(loss_fn), resolved["micro_batch_size"], len(net.blocks), net.num_tokens
     num_forced = int(np.ceil(coverage * T))

@@ -13,14 +13,11 @@ import torch
 import torch.nn as nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from builders import config as configuration
-from builders.network import build_net
-from builders.schemas import Config
+from builders.experiment import Experiment
 from builders.trainer import build_trainer
-from data import LatentManifest, LatentWriter, mask_coverage
+from data import LatentManifest, LatentWriter
 from models import cost_of
-from runtime.config import build_node, user_mistakes
-from runtime.config import compose_config as hydra_config
+from runtime.config import user_mistakes
 from runtime.machine import start_process
 from training.run_folder import RunFolder
 from training.speed import fp32_slowdown
@@ -76,23 +73,20 @@ def write_latents(path: Path, setting: Setting) -> None:
         writer.append(stored, rng.integers(NUM_CLASSES, size=count), masks)
 
 
-def compose_config(overrides: Sequence[str]) -> dict[str, Any]:
-    """The configuration that train.py would have with these overrides."""
+def compose(overrides: Sequence[str]) -> Experiment:
+    """The experiment that train.py would run with these overrides."""
     with user_mistakes():
-        configuration.register("train", Config)
-        return configuration.validate(hydra_config(["run_name=benchmark", *overrides]))
+        return Experiment.compose(["run_name=benchmark", *overrides]).check()
 
 
 def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, Any]]:
     """Build the trainer that train.py would build, in a folder of its own; return it and what it is."""
-    config = compose_config(overrides)
-    run, dataset = RunFolder(tempfile.mkdtemp(dir=folder)), build_node(config, "data")()
+    experiment = compose(overrides)
+    run, dataset = RunFolder(tempfile.mkdtemp(dir=folder)), experiment.data()
     with redirect_stdout(io.StringIO()):  # the summary of a run
-        trainer = build_trainer(config, run, dataset, start_process())
-    coverage = 0.0
-    if config["train"]["masked_loss"]:
-        coverage = mask_coverage(dataset, trainer.batches.token_mask, config["train"]["batch_size"])
-    return trainer, describe(trainer.net, run.manifest()["resolved"], config, coverage)
+        trainer = build_trainer(experiment, run, dataset, start_process())
+    coverage = experiment.mask_coverage(dataset)
+    return trainer, describe(trainer.net, run.manifest()["resolved"], experiment, coverage)
 
 
 def count_flops(step: Callable[[], object]) -> int:
@@ -103,12 +97,11 @@ def count_flops(step: Callable[[], object]) -> int:
 
 
 def describe(
-    net: nn.Module, resolved: dict[str, Any], config: dict[str, Any], coverage: float
+    net: nn.Module, resolved: dict[str, Any], experiment: Experiment, coverage: float
 ) -> dict[str, Any]:
     """The columns of what is timed; model FLOPs do not count what checkpointing recomputes."""
-    with torch.device("meta"):
-        unchecked = build_net(config | {"model": config["model"] | {"gradient_checkpointing": False}})
-    cost = cost_of(unchecked, mask_coverage=coverage)
+    unchecked = experiment.with_model({"gradient_checkpointing": False})
+    cost, batch_size = cost_of(unchecked.meta_net, mask_coverage=coverage), experiment.train.batch_size
     slowdown = fp32_slowdown(net, next(net.parameters()).device, bf16=resolved["mixed_precision"] == "bf16")
     chosen = ("micro_batch_size", "mixed_precision", "compile", "keep_freed_memory")
     routes = [f"{r.start_layer_idx}-{r.end_layer_idx}:{r.selection_ratio:g}" for r in net.routes]
@@ -116,10 +109,10 @@ def describe(
         "parameters": cost.num_parameters,
         "num_tokens": net.num_tokens,
         "routes": " ".join(routes),
-        "batch_size": config["train"]["batch_size"],
+        "batch_size": batch_size,
         **{key: resolved[key] for key in chosen},
-        "gradient_checkpointing": config["model"]["gradient_checkpointing"],
-        "model_tflop": config["train"]["batch_size"] * cost.routed_training_flops / 1e12,
+        "gradient_checkpointing": experiment.model_node.arguments["gradient_checkpointing"],
+        "model_tflop": batch_size * cost.routed_training_flops / 1e12,
         "predicted_speedup": cost_of(net, None, coverage, slowdown).predicted_speedup if net.routes else None,
     }
 

@@ -9,6 +9,7 @@ DiT-S/2 at 256 tokens, on a GPU DiT-XL/2, as the stage `sample` of `python -m be
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +18,10 @@ import torch.nn as nn
 
 from benchmarks.processes import Answers, Worker, program_parser, take_turns
 from benchmarks.results import RESULTS, Record, Rows, markdown, spread
-from benchmarks.runs import compose_config, perturb
+from benchmarks.runs import compose, perturb
 from benchmarks.train_step import peaks_of, seconds_of
-from builders.drawing import LEFT_OPEN, prepare, settle
-from builders.network import build_net, build_precond
-from diffusion import CFG, ImageSource, edm_sampler
+from builders.drawing import LEFT_OPEN, Drawing, DrawOptions, ImageModel
+from diffusion import CFG, edm_sampler
 from models import cost_of
 from runtime.config import run_main
 from runtime.machine import start_process
@@ -106,23 +106,24 @@ def drawing(
 ) -> tuple[dict[str, Any], Answers]:
     """Batches of images of a few steps, drawn as sample.py draws them; see `Worker`."""
     launch = start_process()
-    source = ImageSource(
+    model = ImageModel(
         build(size, launch.device),
         partial(edm_sampler, num_steps=NUM_STEPS),
         CFG(GUIDANCE_SCALE if guided else 1.0),
         lambda latents: latents.cpu().numpy(),
-        batch_size=1,
-        launch=launch,
+        launch.device,
+        range(1000),
     )
     if asked:  # as before: what a step frees goes back to the kernel
         os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"
-    resolved = settle(source, LEFT_OPEN | asked, {}, 50_000, launch)
-    if resolved["compile"]:
-        prepare(source)
-    source.sampler = partial(edm_sampler, num_steps=(NUM_TIMED + 1) // 2)
-    turn = partial(source.latents, 0, resolved["batch_size"])
-    flops = cost_of(source.precond.net).dense_forward_flops * (2 if guided else 1)
-    ready = {**resolved, "flops": flops}
+    request = asdict(DrawOptions(50_000, 1)) | LEFT_OPEN | asked
+    options = DrawOptions.resolve(request, model, {}, launch)
+    if options.compile:
+        model = model.compiled
+    model = replace(model, sampler=partial(edm_sampler, num_steps=(NUM_TIMED + 1) // 2))
+    turn = partial(Drawing(model, replace(options, compile=False)).latents, 0)
+    flops = cost_of(model.precond.net).dense_forward_flops * (2 if guided else 1)
+    ready = {key: getattr(options, key) for key in LEFT_OPEN} | {"flops": flops}
     # Long turns: the threads of the process before may still spin for a while.
     warm = [seconds_of(turn, launch.device) for _ in range(2)][1]
     num_calls = max(1, round(turn_sec / warm))
@@ -134,12 +135,11 @@ def drawing(
 
 def build(size: tuple[str, ...], device: torch.device) -> nn.Module:
     """A dense network with random weights in its preconditioning; size: keys of its data and model."""
-    config = compose_config(("model=dit", *size))
+    experiment = compose(("model=dit", *size))
     torch.manual_seed(0)
-    with device:  # weights are drawn where they are needed
-        net = build_net(config).to(device)
+    net = experiment.net(device)
     perturb(net)
-    return build_precond(config, net).eval().requires_grad_(False)
+    return experiment.precond(net).eval().requires_grad_(False)
 
 
 if __name__ == "__main__":

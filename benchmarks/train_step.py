@@ -25,7 +25,8 @@ import torch
 from benchmarks.plain_step import PlainDiT, PlainStep
 from benchmarks.processes import Answers, Worker, program_parser, take_turns
 from benchmarks.results import RESULTS, Record, Rows, markdown, spread
-from benchmarks.runs import Setting, build, compose_config, overrides_of, perturb, write_latents
+from benchmarks.runs import Setting, build, compose, overrides_of, perturb, write_latents
+from builders.experiment import Experiment
 from evaluation.precision import strict_fp32
 from routing import num_tokens_kept
 from runtime.config import run_main
@@ -34,6 +35,7 @@ from runtime.machine import start_process
 from runtime.memory import peak_gib, reset_peak
 from runtime.provenance import environment
 from runtime.tables import aligned
+from training.run_folder import depends_on_total_steps
 from training.speed import PRODUCT_SIZES, product_flops_per_sec, specified_peak, speedup
 from training.trainer import Trainer
 
@@ -133,10 +135,10 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
         folder = Path(temporary)
         overrides = {kind: overrides_of(setting, kind, folder) for kind in ("dense", "routed")}
         write_latents(folder / "latents", setting)
-        config = compose_config(overrides["routed"])
-        if config["routing"]["schedule"] != "constant" or config["routing"]["off_last_steps"]:
+        experiment = compose(overrides["routed"])
+        if depends_on_total_steps(experiment.written):
             raise UserError("routing.schedule and routing.off_last_steps: a step is timed at one ratio only")
-        unknown = unknown_to_plain(config)
+        unknown = unknown_to_plain(experiment)
         if unknown:
             print(f"  not compared with the plain step, which does not know {', '.join(unknown)}", flush=True)
         elif setting.check:
@@ -169,12 +171,12 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
     return rows
 
 
-def unknown_to_plain(config: dict[str, Any]) -> list[str]:
-    """What the plain step cannot follow in a configuration."""
-    model = config["model"]
+def unknown_to_plain(experiment: Experiment) -> list[str]:
+    """What the plain step cannot follow in an experiment."""
+    model = experiment.model_node.written
     unknown = [f"model.{key}={model[key]}" for key, known in PLAIN_KNOWS.items() if model[key] != known]
     unknown += ["several routes"] if len(model["routes"]) > 1 else []
-    return unknown + (["masks"] if config["train"]["masked_loss"] else [])
+    return unknown + (["masks"] if experiment.train.masked_loss else [])
 
 
 def compare(folder: Path, overrides: dict[str, tuple[str, ...]]) -> None:

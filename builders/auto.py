@@ -1,45 +1,68 @@
 """What `auto` and null resolve to on this machine."""
 
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from joblib import cpu_count
 
+from builders.experiment import Experiment
 from models import resolve_attention
 from runtime.launcher import check_precision
 from runtime.machine import bf16_speedup, can_compile, can_keep_freed_memory, has_fast_bf16
 
 
+@dataclass(frozen=True)
+class Resolved:
+    """What a run does where its configuration has `auto` or null.
+
+    Args:
+        bf16_speedup: measured on a CPU; None where the precision is given.
+        attention: None for a network without that choice.
+    """
+
+    mixed_precision: str
+    compile: bool
+    micro_batch_size: int
+    num_workers: int
+    keep_freed_memory: bool
+    bf16_speedup: float | None = None
+    attention: str | None = None
+
+    @property
+    def bf16(self) -> bool:
+        return self.mixed_precision == "bf16"
+
+    def record(self) -> dict[str, Any]:
+        """The fields for the manifest of the run."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
 def resolve_auto(
-    config: dict[str, Any], saved: dict[str, Any], device: torch.device, num_processes: int
-) -> dict[str, Any]:
+    experiment: Experiment, saved: dict[str, Any], device: torch.device, num_processes: int
+) -> Resolved:
     """Resolve what the configuration leaves open.
 
     Args:
-        saved: what a resumed run was started with; it wins, except for micro-batches that the processes
-            cannot share.
+        saved: the record of what a resumed run was started with; it wins, except for micro-batches that the
+            processes cannot share.
     """
-    train, measured = config["train"], {}
-    precision, compiled = train["mixed_precision"], train["compile"]
+    train, precision, speedup = experiment.train, experiment.train.mixed_precision, None
     if precision == "auto":
         if device.type == "cpu":
-            measured["bf16_speedup"] = saved.get("bf16_speedup") or round(bf16_speedup(device), 2)
+            speedup = saved.get("bf16_speedup") or round(bf16_speedup(device), 2)
         precision = saved.get("mixed_precision") or ("bf16" if has_fast_bf16(device) else "no")
-    if compiled == "auto":
+    check_precision(f"train.mixed_precision={train.mixed_precision} gives {precision} here", precision)
+    compiled, keep = train.compile == "true", train.keep_freed_memory == "true"
+    if train.compile == "auto":
         compiled = saved["compile"] if "compile" in saved else can_compile(device)
-    micro_batch_size = train["micro_batch_size"] or saved.get("micro_batch_size") or train["batch_size"]
-    if not train["micro_batch_size"] and train["batch_size"] % (micro_batch_size * num_processes):
-        micro_batch_size = train["batch_size"] // num_processes
-    if "attention" in config["model"]:
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        measured["attention"] = resolve_attention(config["model"]["attention"], device.type, dtype)
-    keep = train["keep_freed_memory"]
-    check_precision(f"train.mixed_precision={train['mixed_precision']} gives {precision} here", precision)
-    return {
-        "mixed_precision": precision,
-        "compile": compiled in (True, "true"),
-        "micro_batch_size": micro_batch_size,
-        "num_workers": min(train["num_workers"], cpu_count()),
-        "keep_freed_memory": can_keep_freed_memory(device) if keep == "auto" else keep == "true",
-        **measured,
-    }
+    if train.keep_freed_memory == "auto":
+        keep = can_keep_freed_memory(device)
+    micro_batch_size = train.micro_batch_size or saved.get("micro_batch_size") or train.batch_size
+    if not train.micro_batch_size and train.batch_size % (micro_batch_size * num_processes):
+        micro_batch_size = train.batch_size // num_processes
+    attention, dtype = None, torch.bfloat16 if precision == "bf16" else torch.float32
+    if (asked := experiment.model_node.arguments.get("attention")) is not None:
+        attention = resolve_attention(asked, device.type, dtype)
+    num_workers = min(train.num_workers, cpu_count())
+    return Resolved(precision, compiled, micro_batch_size, num_workers, keep, speedup, attention)

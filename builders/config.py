@@ -1,58 +1,29 @@
-"""The configuration of a program: composed, completed, checked, and read back from a run."""
+"""The configuration of a program: its resolvers, the names of runs, its groups as nodes."""
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
-from builders.network import (
-    OURS,
-    build_ema,
-    build_guidance,
-    build_loss,
-    build_net,
-    build_optimizer,
-    build_precond,
-    build_route_plan,
-    build_sampler,
-)
 from builders.recipe import recipe
-from builders.rules import MUST_NAME_A_TARGET, check_finite, check_groups, check_latents, check_loop
-from builders.schemas import Config
+from builders.rules import check_finite
 from data.manifest import read_manifest
 from data.shards import read_shard_manifest
-from diffusion import Precond
-from routing import Route
-from runtime.command_line import one_line
-from runtime.config import (
-    build_node,
-    check_arguments,
-    compose_config,
-    config_folders,
-    register_with_hydra,
-    to_plain,
-)
-from runtime.provenance import flatten
+from runtime.config import register_with_hydra, to_plain
+from runtime.nodes import read_nodes
 from runtime.sweep import key_of, sweep_arguments, swept_keys
-from runtime.targets import CONFIGS, allowed_targets, check_apart, check_targets, load_target
-from training.checkpoint import find_checkpoint
-from training.run_folder import RunFolder
+from runtime.targets import CONFIGS
 
 MAX_NAME = 160
 PLAIN_VALUE = re.compile(r"-?[\w.]+(e-\d+)?", re.ASCII)  # which a folder's name shows as it is
 NAMED_ALWAYS = ("model", "model/size", "data")
 NAMED_OTHERWISE = ("experiment", "parity", "tracker")  # a tracker changes no result
-GROUPS_OF_TARGETS = (*MUST_NAME_A_TARGET, "model.block", "model.router", "model.rejoin")
-GROUPS_OF_TARGETS += ("sampler.times", "evaluation", "tracker")
+OF_OPTIMIZER = ("warmup_steps",)  # which its target does not take
 
 
 def register(program: str, schema: type) -> None:
@@ -109,114 +80,14 @@ def _chosen_groups(overrides: Iterable[str]) -> Iterator[str]:
             yield f"{group.rpartition('/')[2]}-{choice}"
 
 
-def validate(cfg: DictConfig, num_processes: int = 1) -> dict[str, Any]:
-    """Check a training configuration before any device is touched; return it resolved, as plain types."""
-    config = resolve(cfg)
-    check_loop(config, num_processes)
-    check_groups(config)
-    with torch.device("meta"):
-        net = build_net(config)  # the network's own rules, without its memory
-    check_latents(net, config["data"])
-    if "router" in config["model"]:
-        build_node(config, "model.router")(torch.zeros(1, net.num_tokens, 1), 1)  # it checks its own keys
-    build_route_plan(config, net)
-    build_loss(config, net)
-    build_optimizer(config, net.named_parameters())
-    build_ema(config, net)
-    check_sampling(config)
-    return config
-
-
-def check_sampling(config: dict[str, Any]) -> None:
-    """Call sampler and guidance on a single number: they check their own keys."""
-    for group in ("sampler", "guidance"):
-        _check_arguments({group: config[group]})
-    with torch.device("meta"):
-        net = build_net(config)
-    guidance, precond = build_guidance(config), build_precond(config, net)
-    guidance.load(_without_weights)
-    guidance.check(precond)
-
-    @cache
-    def check_variance() -> None:
-        latents, t = torch.zeros(1, *net.latent_shape, device="meta"), torch.tensor(precond.path.t_max)
-        labels = torch.zeros(1, dtype=torch.long, device="meta") if net.num_classes else None
-        precond.learned_variance(precond.predict(latents, t, labels), latents)
-
-    def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
-        if with_variance:
-            check_variance()
-        return (x, x) if with_variance else x
-
-    build_sampler(config)(denoise, torch.zeros(1, 1, 1, 1), precond.path, randn_like=torch.zeros_like)
-
-
-def _without_weights(path: str, checkpoint: str | None) -> Precond:
-    run = RunFolder(path)
-    run.check_started()
-    find_checkpoint(run.path, checkpoint)
-    config = of_run(run)
-    with torch.device("meta"):
-        return build_precond(config, build_net(config))
-
-
 def resolve(cfg: DictConfig) -> dict[str, Any]:
     """Resolve a configuration into plain types, and check keys, targets and arguments."""
-    config = to_plain(cfg, {"data.path": " (a latent folder, see data/README.md)"})
-    check_targets(config, allowed_targets(config_folders()))
-    _check_arguments(config)
-    check_finite(config)
-    return config
+    return resolve_nodes(cfg)[0]
 
 
-def composed(overrides: Sequence[str]) -> dict[str, Any]:
-    """Compose and check the configuration of a training with these overrides."""
-    register("train", Config)
-    return resolve(compose_config(["run_name=none", *overrides]))
-
-
-def of_run(run: RunFolder) -> dict[str, Any]:
-    """Read the configuration of a run, which may come from anywhere, checked as on the command line."""
-    check_apart(run.path, config_folders())
-    return checked(run.config(), run.config_file)
-
-
-def checked(written: Any, file: str | Path) -> dict[str, Any]:
-    """Check a configuration from anyone's file as on the command line."""
-    try:
-        if "${" in str(written):
-            raise ValueError("it has interpolations, which no run writes")
-        config = resolve(OmegaConf.merge(OmegaConf.structured(Config), written))
-        if missing := flatten(config).keys() - flatten(written).keys():
-            raise ValueError(f"{min(missing)} is missing: another version of this code wrote it")
-        check_loop(config, num_processes=1)
-        check_groups(config)
-    except (ValueError, OverflowError, OmegaConfBaseException) as error:  # overflow: of an int in a float
-        place = error.full_key if isinstance(error, OmegaConfBaseException) else None
-        key = f"{one_line(place)}: " if place else ""
-        raise ValueError(f"{file}: {key}{one_line(str(error))}") from error
-    return config
-
-
-def _check_arguments(node: Any, key: str = "") -> None:
-    """Check the arguments of every node that has a `_target_`, and put the converted ones in place."""
-    if not isinstance(node, dict):
-        return
-    for name, child in node.items():
-        _check_arguments(child, f"{key}.{name}" if key else name)
-    if "_target_" in node:
-        target = load_target(f"{key}._target_", node["_target_"])
-        ours = ("_target_", *OURS.get(key, ()))
-        arguments = {name: value for name, value in node.items() if name not in ours}
-        node.update(check_arguments(key, target, arguments))
-    elif key in GROUPS_OF_TARGETS and node:
-        raise ValueError(f"{key}={node} must name a _target_")
-    if key == "model":
-        node["routes"] = check_routes("model.routes", node.get("routes", []))
-
-
-def check_routes(key: str, given: Any) -> list[dict[str, Any]]:
-    """Check names and types of the arguments of each route."""
-    if not isinstance(given, list) or not all(isinstance(fields, dict) for fields in given):
-        raise ValueError(f"{key}={given} must be a list of routes, each {{KEY: VALUE, ...}}; [] for none")
-    return [check_arguments(f"{key}.{i}", Route, fields) for i, fields in enumerate(given)]
+def resolve_nodes(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Resolve a configuration into plain types, and into nodes where a target is named."""
+    plain = to_plain(cfg, {"data.path": " (a latent folder, see data/README.md)"})
+    nodes = read_nodes(plain, beside={"optimizer": OF_OPTIMIZER})
+    check_finite(plain)
+    return plain, nodes

@@ -1,23 +1,25 @@
-"""How images are drawn: precision, batches and compilation, decided once for all parts of a job."""
+"""Draw images: the options, resolved before anything is drawn, and parts of images."""
 
 import gc
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn as nn
 from joblib import cpu_count
-from tqdm import tqdm
 
-from diffusion import ImageSource
-from diffusion.generate import cost_of_evaluations
+from diffusion import Guidance, Precond, generate, random_labels
+from diffusion.generate import Evaluations, cost_of_evaluations, count_evaluations, expected_times
 from diffusion.graphs import CudaRecorder, replay_forward
-from evaluation.features import COST
-from evaluation.pictures import in_turn, save_grid
-from runtime.files import finite
+from evaluation.features import new_cache
 from runtime.launch import Launch
 from runtime.machine import (
     can_compile,
@@ -26,12 +28,11 @@ from runtime.machine import (
     has_fast_bf16,
     keep_freed_memory,
 )
-from runtime.parts import PartFolder, check_room, settings_of
+from runtime.parts import Part, PartCache, as_json, saved_key
 from runtime.provenance import flatten, source_sha256
 
 LEFT_OPEN = {"mixed_precision": "auto", "batch_size": None, "compile": "auto"}
 PATHS = ("run", "checkpoint", "encoder.name")  # the weights are known by their hashes
-GRID, GRID_ROWS = "grid.png", 10
 TOKENS_AT_ONCE = 4096  # on a CPU, where larger batches are not faster (benchmarks/LOG.md)
 MAX_BATCH, MEMORY_SHARE, PROBE_BATCH = 256, 0.25, 8
 # Assumed for an estimate that is the same on any number of processes and in every start: FLOPs per second (of
@@ -42,180 +43,280 @@ SAVED_SHARE = {"cpu": 0.35, "cuda": 0.3}
 COMPILE_SEC = {"cpu": (15, 5), "cuda": (40, 20)}
 
 
-def settle(
-    source: ImageSource, asked: dict[str, Any], saved: dict[str, Any], num_samples: int, launch: Launch
-) -> dict[str, Any]:
-    """Decide what was left open, the same on all ranks and on any number of them, and set a source to it.
+@dataclass(frozen=True, eq=False)
+class ImageModel:
+    """A network with all that makes images of it.
 
     Args:
-        asked: the keys of LEFT_OPEN.
-        saved: what the job was started with, if it was.
-        num_samples: of the whole job.
+        precond: around a bare backbone; put in eval mode.
+        decode: turns latents into images (n, H, W, channels) uint8.
+        classes: the trained classes, from which labels are taken.
+        class_names: for captions; None: their numbers.
     """
 
-    def decide() -> dict[str, Any]:
-        chosen = {
-            key: saved.get(key) if asked[key] == left_open else asked[key]
-            for key, left_open in LEFT_OPEN.items()
-        }
-        precision = chosen["mixed_precision"] or ("bf16" if has_fast_bf16(launch.device) else "no")
-        source.bf16 = precision == "bf16"
-        batch_size = chosen["batch_size"] or default_batch_size(source)
-        compiled = chosen["compile"]
-        if compiled is None:
-            compiled = is_worth_compiling(source, num_samples)
-        compiled = compiled in (True, "true")
-        return {"mixed_precision": precision, "batch_size": batch_size, "compile": compiled}
+    precond: Precond
+    sampler: Callable[..., torch.Tensor]
+    guidance: Guidance
+    decode: Callable[[torch.Tensor], np.ndarray]
+    device: torch.device
+    classes: Sequence[int]
+    class_names: Sequence[str] | None = None
 
-    if can_keep_freed_memory(launch.device):
-        keep_freed_memory()
-    resolved = launch.broadcast_from_main(decide)
-    source.bf16, source.batch_size = resolved["mixed_precision"] == "bf16", resolved["batch_size"]
-    return resolved
+    def __post_init__(self) -> None:
+        self.precond.eval()
+
+    @cached_property
+    def image_shape(self) -> tuple[int, ...]:
+        """(H, W, channels) of an image."""
+        return self.decode(torch.zeros(1, *self.precond.net.latent_shape, device=self.device)).shape[1:]
+
+    @cached_property
+    def evaluations(self) -> Evaluations:
+        """Evaluations of one image; expected ones where a sampler has adaptive steps."""
+        return count_evaluations(self.precond, self.guidance, expected_times(self.precond, self.sampler))
+
+    @property
+    def networks(self) -> list[nn.Module]:
+        """The networks that are evaluated."""
+        return [*dict.fromkeys(net for net, _ in self.evaluations)]
+
+    @property
+    def num_lengths(self) -> int:
+        """Number of sequence lengths that the blocks see."""
+        return len({length for net, kept in self.evaluations for length in (net.num_tokens, *kept)} - {0})
+
+    @cached_property
+    def compiled(self) -> "ImageModel":
+        """This model with the blocks of its networks compiled in place; CUDA replays their forwards."""
+        gc.collect()  # networks of earlier settings of a sweep, which refer to themselves once compiled
+        for net in self.networks:
+            # One graph for each length, alone and with the guided branch beside.
+            compile_blocks(net.blocks, 2 * self.num_lengths)
+            if self.device.type == "cuda":
+                replay_forward(net, CudaRecorder)
+        return self
+
+    def is_worth_compiling(self, num_samples: int) -> bool:
+        """True if compiled blocks save more time than compiling takes."""
+        kind = self.device.type
+        if kind not in FLOPS_PER_SEC or not can_compile(self.device):
+            return False
+        flops = cost_of_evaluations(self.evaluations)["flops"] * num_samples
+        sec = flops / FLOPS_PER_SEC[kind] / (cpu_count() if kind == "cpu" else 1)
+        first, further = COMPILE_SEC[kind]
+        return SAVED_SHARE[kind] * sec > first + further * (self.num_lengths - 1)
+
+    def default_batch_size(self, bf16: bool) -> int:
+        """Fill a CPU's caches, or at most a quarter of a GPU's memory."""
+        if self.device.type != "cuda":
+            return max(1, TOKENS_AT_ONCE // self.precond.net.num_tokens)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        net, t = self.precond.net, torch.tensor(self.precond.path.t_max / 2, dtype=torch.float64)
+        x = torch.zeros(2 * PROBE_BATCH, *net.latent_shape, device=self.device)  # both branches of guidance
+        labels = torch.zeros(len(x), dtype=torch.int64, device=self.device) if net.num_classes else None
+        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            self.precond.predict(x, t, labels)
+        per_image = max(1, torch.cuda.max_memory_allocated(self.device) - before) / PROBE_BATCH
+        room = MEMORY_SHARE * torch.cuda.get_device_properties(self.device).total_memory
+        return min(MAX_BATCH, 2 ** int(np.log2(max(1, room / per_image))))
 
 
-def prepare(source: ImageSource) -> None:
-    """Compile the blocks of the networks that a source evaluates, and have CUDA replay their forwards."""
-    gc.collect()  # networks of earlier settings of a sweep, which refer to themselves once compiled
-    evaluations = source.count_evaluations()
-    for net in dict.fromkeys(net for net, _ in evaluations):
-        # One graph for each length, alone and with the guided branch beside.
-        compile_blocks(net.blocks, 2 * num_lengths(evaluations))
-        if source.launch.device.type == "cuda":
-            replay_forward(net, CudaRecorder)
+@dataclass(frozen=True)
+class DrawOptions:
+    """How images are drawn: sample i from seed first_seed + i.
+
+    Args:
+        batch_size: number of images drawn together, a part.
+        labels: `balanced`: the trained classes in turn; `random`: drawn from the seeds; None: class_label.
+        class_label: this class alone.
+        mixed_precision: of the network, `bf16` or `no`.
+        compile: compile the blocks.
+    """
+
+    num_samples: int
+    batch_size: int
+    first_seed: int = 0
+    labels: str | None = "balanced"
+    class_label: int | None = None
+    mixed_precision: str = "no"
+    compile: bool = False
+
+    @classmethod
+    def resolve(
+        cls, request: Mapping[str, Any], model: ImageModel, saved: Mapping[str, Any], launch: Launch
+    ) -> "DrawOptions":
+        """Decide what a request leaves open, the same on all ranks and on any number of them.
+
+        Args:
+            request: values of the fields; those of LEFT_OPEN may be open.
+            saved: what the job was started with, if it was.
+        """
+        chosen = {key: request[key] for key in cls.__dataclass_fields__}
+        for key, left_open in LEFT_OPEN.items():
+            if chosen[key] == left_open:
+                chosen[key] = saved.get(key)
+
+        def decide() -> DrawOptions:
+            precision = chosen["mixed_precision"] or ("bf16" if has_fast_bf16(model.device) else "no")
+            batch_size = chosen["batch_size"] or model.default_batch_size(precision == "bf16")
+            compiled = chosen["compile"]
+            if compiled is None:
+                compiled = model.is_worth_compiling(chosen["num_samples"])
+            resolved = {"mixed_precision": precision, "batch_size": batch_size}
+            return cls(**chosen | resolved | {"compile": compiled in (True, "true")})
+
+        if can_keep_freed_memory(launch.device):
+            keep_freed_memory()
+        return launch.broadcast_from_main(decide)
+
+    @property
+    def bf16(self) -> bool:
+        """True if the network runs in bf16."""
+        return self.mixed_precision == "bf16"
 
 
-def num_lengths(evaluations: Any) -> int:
-    """Count the sequence lengths that the blocks see."""
-    return len({length for net, kept in evaluations for length in (net.num_tokens, *kept)} - {0})
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """The images that a model draws with some options, see `evaluation.features.Images`."""
+
+    model: ImageModel
+    options: DrawOptions
+
+    @property
+    def count(self) -> int:
+        return self.options.num_samples
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.model.image_shape
+
+    @property
+    def part_size(self) -> int:
+        return min(self.options.batch_size, self.count)
+
+    def __str__(self) -> str:
+        return f"{self.count} images, {self.part_size} at a time, the network in {self._precision}"
+
+    def labels(self, start: int = 0, end: int | None = None) -> np.ndarray | None:
+        """Labels of the samples from `start` to `end`; None for an unconditional network."""
+        end, classes, first = end or self.count, np.asarray(self.model.classes), self.options.first_seed
+        if self.options.class_label is not None:
+            return np.full(end - start, self.options.class_label)
+        if not len(classes):
+            return None
+        if self.options.labels == "random":
+            return classes[random_labels(range(first + start, first + end), len(classes)).numpy()]
+        return classes[np.arange(start, end) % len(classes)]
+
+    def captions(self, labels: np.ndarray | None) -> list[str] | None:
+        """The class names of labels (N,); None for an unconditional network."""
+        names = self.model.class_names
+        return None if labels is None else [names[i] if names else str(i) for i in labels.tolist()]
+
+    def key(self) -> dict[str, Any]:
+        """Everything that the images depend on, except the settings of sampler, guidance and labels."""
+        weights = hashlib.sha256()
+        for net in self.model.networks:
+            for _, tensor in sorted(net.state_dict().items()):
+                weights.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        options = {"first_seed": self.options.first_seed, "bf16": self.options.bf16}
+        return {"weights": weights.hexdigest(), **options}
+
+    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
+        """Draw parts; on a GPU, one is decoded while the next is drawn.
+
+        The last part is drawn whole and cut: a longer set begins with the shorter one, bit for bit, if both
+        fill a batch.
+
+        Raises:
+            ValueError: a sample is not finite.
+        """
+        device, decoding = self.model.device, deque[Future[Part]]()
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with ThreadPoolExecutor(1) as pool:
+            for part in parts:
+                latents, cost = self.latents(part)
+                event = None if stream is None else torch.cuda.current_stream(device).record_event()
+                decoding.append(pool.submit(self._decoded, part, latents, cost, stream, event))
+                # Elsewhere than on a GPU latents are computed, and a delay would risk two parts.
+                if len(decoding) > 1 or stream is None:
+                    yield decoding.popleft().result()
+            while decoding:
+                yield decoding.popleft().result()
+
+    def latents(self, part: int) -> tuple[torch.Tensor, np.ndarray]:
+        """Draw the latents (part_size, C, H, W) of a part; return them with the cost of an image."""
+        model = self.model.compiled if self.options.compile else self.model
+        start, end, first = part * self.part_size, (part + 1) * self.part_size, self.options.first_seed
+        labels, times = self.labels(start, end), []
+        latents = generate(
+            model.precond,
+            model.sampler,
+            model.guidance,
+            seeds=range(first + start, first + end),
+            class_labels=None if labels is None else torch.from_numpy(labels),
+            device=model.device,
+            bf16=self.options.bf16,
+            times=times,
+        )
+        cost = cost_of_evaluations(count_evaluations(model.precond, model.guidance, times))
+        return latents, np.array([*cost.values()])
+
+    @torch.no_grad()
+    def _decoded(self, part: int, latents: torch.Tensor, cost: np.ndarray, stream: Any, event: Any) -> Part:
+        # In a thread; on a GPU on a stream of its own, which waits for this part alone.
+        start = part * self.part_size
+        if stream is not None:
+            stream.wait_event(event)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            latents = latents[: self.count - start]
+            bad = ~latents.flatten(1).isfinite().all(dim=1).cpu()  # SYNC: with the draws before
+            if not bad.any():
+                return Part(part, self.model.decode(latents), cost)
+        seed, rest = self.options.first_seed + start + int(bad.nonzero()[0]), int(bad.sum()) - 1
+        others = f" and {rest} more of its part" if rest else ""
+        raise ValueError(
+            f"the sample of seed {seed}{others} is not finite (the network ran in {self._precision}): try "
+            "mixed_precision=no, another sampler or another checkpoint, and overwrite=true"
+        )
+
+    @property
+    def _precision(self) -> str:
+        return "bf16" if self.options.bf16 else "fp32"
 
 
-def is_worth_compiling(source: ImageSource, num_samples: int) -> bool:
-    """True if compiled blocks save more time than compiling takes."""
-    kind = source.launch.device.type
-    if kind not in FLOPS_PER_SEC or not can_compile(source.launch.device):
-        return False
-    evaluations = source.count_evaluations()
-    flops = cost_of_evaluations(evaluations, 1)["flops"] * num_samples
-    sec = flops / FLOPS_PER_SEC[kind] / (cpu_count() if kind == "cpu" else 1)
-    first, further = COMPILE_SEC[kind]
-    return SAVED_SHARE[kind] * sec > first + further * (num_lengths(evaluations) - 1)
-
-
-def default_batch_size(source: ImageSource) -> int:
-    """Fill a CPU's caches, or at most a quarter of a GPU's memory."""
-    device, num_tokens = source.launch.device, source.precond.net.num_tokens
-    if device.type != "cuda":
-        return max(1, TOKENS_AT_ONCE // num_tokens)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    source.one_evaluation(PROBE_BATCH)
-    per_image = max(1, torch.cuda.max_memory_allocated(device) - before) / PROBE_BATCH
-    room = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory
-    return min(MAX_BATCH, 2 ** int(np.log2(max(1, room / per_image))))
-
-
-def about(record: dict[str, Any], launch: Launch) -> dict[str, Any]:
-    """The settings that a part of samples depends on, as JSON."""
+def cache_key(record: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Everything that a part of samples depends on."""
     flat = {key: value for key, value in flatten(record).items() if key not in PATHS}
-    flat |= {"code": source_sha256(), "torch": torch.__version__, "device": launch.device.type}
-    return json.loads(json.dumps(finite(flat)))
+    return flat | {"code": source_sha256(), "torch": torch.__version__, "device": device.type}
 
 
-def parts_of(output: Path) -> Path:
-    """Folder of the finished parts of samples."""
-    return output.with_name(f"{output.name}.partial")
+def start_drawing(
+    model: ImageModel,
+    record: dict[str, Any],
+    folder: Path,
+    key: dict[str, Any],
+    launch: Launch,
+    overwrite: bool = False,
+) -> tuple[Drawing, PartCache]:
+    """Resolve how the images of a record are drawn; return them with the cache of their parts.
 
-
-def begun_with(path: Path, asked: dict[str, Any], overwrite: bool) -> dict[str, Any]:
-    """Settings of the job in a folder; empty where it is another job that may be replaced."""
-    try:
-        saved = settings_of(path)
-    except ValueError:
-        if not overwrite:
-            raise
-        return {}
-    other = any(saved.get(key) != value for key, value in asked.items() if key not in LEFT_OPEN)
-    return {} if overwrite and other else saved
-
-
-def draw(
-    source: ImageSource, record: dict[str, Any], output: Path, columns: int, overwrite: bool, launch: Launch
-) -> PartFolder:
-    """Draw what is missing of the images of a record, on all ranks, and return the folder of the parts.
-
-    A grid of the first ones grows in it.
-
-    Raises:
-        OSError: the disk is full; what is drawn stays.
-        ValueError: a sample is not finite, or the folder has parts of another job.
+    Args:
+        record: the resolved options are added to it.
+        folder: of the parts; a job that was started there keeps its options.
+        key: everything that parts depend on, besides what is resolved.
+        overwrite: a job with another key may be replaced.
     """
-    path, num_samples = parts_of(output), record["num_samples"]
-    saved = launch.broadcast_from_main(lambda: begun_with(path, about(record, launch), overwrite))
-    record |= settle(source, {key: record[key] for key in LEFT_OPEN}, saved, num_samples, launch)
-    size = source.part_size(num_samples)
-    parts = PartFolder(path, about(record, launch), -(-num_samples // size), "overwrite=true starts again")
 
-    def start() -> list[int]:
-        num_left = num_samples - size * len(parts.done() if saved else ())
-        num_bytes = int(np.prod(source.image_shape)) * (num_samples + num_left)  # the file, and its parts
-        check_room("output", output, num_bytes)
-        return parts.start(replace=overwrite)
+    def read_saved() -> dict[str, Any]:
+        with suppress(ValueError):  # damaged: refused or replaced when drawing starts
+            saved, same = saved_key(folder), as_json(key)
+            if all(saved.get(name) == same[name] for name in same.keys() - LEFT_OPEN.keys()):
+                return saved
+        return {}
 
-    todo = launch.broadcast_from_main(start)
-    if todo and record["compile"]:
-        prepare(source)
-    if launch.is_main and todo:
-        precision = "bf16" if source.bf16 else "fp32"
-        print(f"{num_samples} images, {size} at a time, the network in {precision}")
-        print(f"a picture of the first ones, class by class, grows in {path / GRID}")
-    grid = GrowingGrid(source, parts, num_samples, columns)
-    finished = min(num_samples, size * (parts.num_parts - len(todo)))
-    bar = {"total": num_samples, "initial": finished, "desc": "sample", "unit": "image"}
-    with tqdm(**bar, disable=not launch.is_main) as progress, resumable(parts, launch):
-        for part, images in source.batches(num_samples, size, todo[launch.rank :: launch.world_size]):
-            parts.write(part, {"images": images, COST: np.array([*source.cost().values()])})
-            if launch.is_main:
-                done = parts.done()
-                grid.update(done)
-                progress.update(min(size * len(done), num_samples) - progress.n)
-    launch.barrier()
-    if launch.is_main:
-        grid.update(parts.done())
-    return parts
-
-
-@contextmanager
-def resumable(parts: PartFolder, launch: Launch) -> Iterator[None]:
-    """Say where a drawing that is interrupted goes on; leave nothing where nothing was drawn."""
-    try:
-        with parts.left_if_filled() if launch.world_size == 1 else nullcontext():
-            yield
-    except KeyboardInterrupt:
-        if parts.path.exists():
-            launch.print(f"\nstopped: the same command resumes from {parts.path}")
-        raise
-
-
-class GrowingGrid:
-    """A picture of the first samples, class by class, of which those are shown that are drawn."""
-
-    def __init__(self, source: ImageSource, parts: PartFolder, num_samples: int, columns: int):
-        labels = source.labels(num_samples)
-        order = np.arange(num_samples) if labels is None else in_turn(labels.numpy())
-        self.shown = order[: GRID_ROWS * columns]
-        self._captions = source.captions(None if labels is None else labels[self.shown].tolist())
-        self._size, self._parts, self._columns = source.part_size(num_samples), parts, columns
-        self._images = np.zeros((len(self.shown), *source.image_shape), np.uint8)
-        self._seen: set[int] = set()
-
-    def update(self, done: set[int]) -> None:
-        """Write the picture again where finished parts have something to show."""
-        of_part = self.shown // self._size
-        fresh = (done - self._seen) & set(of_part.tolist())
-        for part in fresh:
-            images = self._parts.read(part)["images"]
-            self._images[of_part == part] = images[self.shown[of_part == part] % self._size]
-        self._seen |= done
-        if fresh:
-            save_grid(self._images, self._parts.path / GRID, self._columns, self._captions)
+    options = DrawOptions.resolve(record, model, launch.broadcast_from_main(read_saved), launch)
+    record |= asdict(options)
+    images, key = Drawing(model, options), key | {name: record[name] for name in LEFT_OPEN}
+    return images, new_cache(images, folder, key, None, "overwrite=true starts again", overwrite)

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 import torch.nn as nn
 
-from builders.network import build_optimizer
+from builders.auto import Resolved
+from builders.experiment import Experiment
 from models.cost import Cost
 from runtime.launch import Launch
 from runtime.machine import return_freed_memory
@@ -38,51 +38,42 @@ class Estimate:
     checkpoints: int
 
 
-def bytes_in_memory(config: dict[str, Any], net: nn.Module) -> int:
-    """Bytes of weights, gradients, optimizer and average; the network may be on the meta device."""
-    num_parameters = sum(parameter.numel() for parameter in net.parameters())
-    return num_parameters * (WEIGHT + GRADIENT + AVERAGE) + optimizer_bytes(config, net)
+def bytes_in_memory(experiment: Experiment) -> int:
+    """Bytes of weights, gradients, optimizer and average."""
+    num_parameters = sum(parameter.numel() for parameter in experiment.meta_net.parameters())
+    return num_parameters * (WEIGHT + GRADIENT + AVERAGE) + optimizer_bytes(experiment)
 
 
-def optimizer_bytes(config: dict[str, Any], net: nn.Module) -> int:
+def optimizer_bytes(experiment: Experiment) -> int:
     """Bytes of the state of the optimizer, from a step of stand-ins with one number each."""
-    sizes = {name: parameter.numel() for name, parameter in net.named_parameters()}
-    ranks = {name: parameter.ndim for name, parameter in net.named_parameters()}
-    small = {name: nn.Parameter(torch.zeros([1] * rank, device="cpu")) for name, rank in ranks.items()}
-    optimizer = build_optimizer(config, small.items())
+    named = dict(experiment.meta_net.named_parameters())
+    small = {name: nn.Parameter(torch.zeros([1] * p.ndim, device="cpu")) for name, p in named.items()}
+    sizes = {small[name]: parameter.numel() for name, parameter in named.items()}
+    optimizer = experiment.optimizer(small.items())
     for parameter in small.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(torch.zeros((), device="cpu"))
-    states = {p: state for each in optimizer.optimizers.values() for p, state in each.state.items()}
-    return sum(
-        sizes[name] * value.nbytes
-        for name, parameter in small.items()
-        for value in states.get(parameter, {}).values()
-        if isinstance(value, torch.Tensor) and value.ndim  # counters have no dimension
-    )
+    states = [item for each in optimizer.optimizers.values() for item in each.state.items()]
+    tensors = [(p, value) for p, state in states for value in state.values() if torch.is_tensor(value)]
+    return sum(sizes[p] * value.nbytes for p, value in tensors if value.ndim)  # counters have no dimension
 
 
 def estimate(
-    config: dict[str, Any],
-    resolved: dict[str, Any],
-    cost: Cost,
-    net: nn.Module,
-    launch: Launch,
-    drawing_flops: float,
+    experiment: Experiment, resolved: Resolved, cost: Cost, launch: Launch, drawing_flops: float
 ) -> Estimate:
     """Estimate time, memory and disk of a training.
 
     Args:
         drawing_flops: of the samples that evaluations draw, per step.
     """
-    train, device = config["train"], launch.device
-    dtype = torch.bfloat16 if resolved["mixed_precision"] == "bf16" else torch.float32
+    train, device = experiment.train, launch.device
+    dtype = torch.bfloat16 if resolved.bf16 else torch.float32
     rate = UTILISATION * product_flops_per_sec(device, dtype, SIDES[device.type], REPEATS)
-    flops = cost.routed_training_flops * train["batch_size"] + drawing_flops
-    num_saved = train["keep_last"] + 1  # the oldest is removed once the newest is complete
-    if train["milestone_every"]:
-        num_saved += train["total_steps"] // train["milestone_every"]
-    memory = bytes_in_memory(config, net)
+    flops = cost.routed_training_flops * train.batch_size + drawing_flops
+    num_saved = train.keep_last + 1  # the oldest is removed once the newest is complete
+    if train.milestone_every:
+        num_saved += train.total_steps // train.milestone_every
+    memory = bytes_in_memory(experiment)
     checkpoints = (memory - GRADIENT * cost.num_parameters) * num_saved
     return Estimate(flops / (rate * launch.world_size), memory, checkpoints)
 

@@ -7,22 +7,22 @@ from typing import Any
 
 import torch.nn as nn
 
-from builders.drawing import is_worth_compiling, prepare
-from builders.network import build_guidance, build_precond, build_sampler
+from builders.auto import Resolved
+from builders.drawing import Drawing, DrawOptions, ImageModel
+from builders.experiment import Experiment, TrainingData
+from builders.references import reference_of
 from builders.sampling import open_run
-from builders.scoring import build_suite, reference_of
+from builders.scoring import build_suite
 from data import (
-    LatentDataset,
     MixtureDataset,
-    ShardDataset,
     encoder_for,
     held_out_batches,
     image_decoder,
     open_images,
 )
-from diffusion import EDMPrecond, ImageSource, OptimalPrecond
+from diffusion import EDMPrecond, OptimalPrecond, Precond
 from diffusion.generate import cost_of_evaluations
-from evaluation import DenseLoss, SampleGrid, Suite, open_reference
+from evaluation import DenseLoss, SampleGrid, ScoreSamples, open_reference
 from runtime.launch import Launch
 from training.recorder import LEVEL
 from training.run_folder import RunFolder
@@ -33,45 +33,52 @@ EVALUATION_BATCH = 64
 
 
 def build_evaluators(
-    config: dict[str, Any],
+    experiment: Experiment,
     run: RunFolder,
-    dataset: LatentDataset | ShardDataset,
+    dataset: TrainingData,
     launch: Launch,
     net: nn.Module,
     ema_net: nn.Module,
     loss: Any,
-    resolved: dict[str, Any],
+    resolved: Resolved,
 ) -> list[tuple[int, Any]]:
     """Build pairs (interval in steps, evaluator)."""
-    settings, device = config["train"], launch.device
+    settings, device, scored = experiment.train, launch.device, experiment.evaluation
     share = {"rank": launch.rank, "world_size": launch.world_size}
     # Around the networks themselves: no DDP, no autocast.
-    denoiser, ema_denoiser = (build_precond(config, n) for n in (net, ema_net))
+    denoiser, ema_denoiser = (experiment.precond(n) for n in (net, ema_net))
     evaluators = []
-    if settings["sample_every"] or config["evaluation"]:  # otherwise the encoder need not be there
-        source, encoder = _image_source(config, dataset, launch, ema_denoiser, resolved)
-    if settings["sample_every"]:
+    if settings.sample_every or scored:  # otherwise the encoder need not be there
+        model, encoder = _image_model(experiment, dataset, launch, ema_denoiser)
+    if settings.sample_every:
         num_samples, columns = grid_of(len(dataset.manifest.trained_classes))
-        grid = SampleGrid(source, run.path / "samples", num_samples, columns, write=launch.is_main)
-        evaluators.append((settings["sample_every"], grid))
-    if settings["eval_every"] and len(dataset.held_out_ids):
-        share["with_masks"] = settings["masked_loss"]
+        options = DrawOptions(num_samples, EVALUATION_BATCH, mixed_precision=resolved.mixed_precision)
+        grid = SampleGrid(Drawing(model, options), run.path / "samples", columns, launch)
+        evaluators.append((settings.sample_every, grid))
+    if settings.eval_every and len(dataset.held_out_ids):
+        share["with_masks"] = settings.masked_loss
         batches = partial(held_out_batches, dataset, EVALUATION_BATCH, device, **share)
         denoisers = {"val_loss_dense": denoiser, "val_loss_dense_ema": ema_denoiser}
         if isinstance(dataset, MixtureDataset) and isinstance(denoiser, EDMPrecond):
             denoisers["val_loss_optimal"] = OptimalPrecond(dataset.posterior_mean, denoiser.sigma_data)
         by_level = [key for key in denoisers if key != "val_loss_dense"]
         dense_loss = DenseLoss(denoisers, loss, batches, launch.sum, device, by_level)
-        evaluators.append((settings["eval_every"], dense_loss))
-    if settings["eval_every"] and config["evaluation"]:
-        path = config["evaluation"].get("reference")
+        evaluators.append((settings.eval_every, dense_loss))
+    if settings.eval_every and scored:
+        path = scored.arguments.get("reference")
         reference = (
             open_reference(Path(path), open_images) if path else reference_of(dataset, encoder, "data")
         )
-        suite = build_suite(config, reference, launch, source, run.path / "features")
-        evaluators.append((settings["eval_every"], suite))
-        if resolved["compile"] and is_worth_compiling(source, suite.num_samples):
-            prepare(source)
+        suite = build_suite(scored, reference, launch, run.path / "features")
+        options = DrawOptions(
+            suite.num_samples,
+            EVALUATION_BATCH,
+            labels=suite.labels,
+            mixed_precision=resolved.mixed_precision,
+            compile=resolved.compile and model.is_worth_compiling(suite.num_samples),
+        )
+        scores = ScoreSamples(suite, Drawing(model, options), run.path / "features/samples")
+        evaluators.append((settings.eval_every, scores))
     return evaluators
 
 
@@ -87,9 +94,9 @@ def drawing_flops(evaluators: Sequence[tuple[int, Any]]) -> float:
     """FLOPs of the samples drawn while training, for each step."""
     flops = 0.0
     for interval, evaluator in evaluators:
-        if isinstance(evaluator, SampleGrid | Suite):
-            of_image = cost_of_evaluations(evaluator.source.count_evaluations(), 1)["flops"]
-            flops += evaluator.num_samples * of_image / interval
+        if isinstance(evaluator, SampleGrid | ScoreSamples):
+            cost = cost_of_evaluations(evaluator.samples.model.evaluations)
+            flops += evaluator.samples.count * cost["flops"] / interval
     return flops
 
 
@@ -101,22 +108,15 @@ def grid_of(num_classes: int) -> tuple[int, int]:
     return num_classes * max(1, round(GRID_SAMPLES / num_classes)), columns
 
 
-def _image_source(
-    config: dict[str, Any],
-    dataset: LatentDataset | ShardDataset,
-    launch: Launch,
-    denoiser: nn.Module,
-    resolved: dict[str, Any],
-) -> tuple[ImageSource, Any]:
-    official = config["decoding"] == "official"
+def _image_model(
+    experiment: Experiment, dataset: TrainingData, launch: Launch, denoiser: Precond
+) -> tuple[ImageModel, Any]:
+    manifest, official = dataset.manifest, experiment.decoding == "official"
     try:
-        encoder = encoder_for(dataset.manifest, launch.device, dataset.encoder, official=official)
+        encoder = encoder_for(manifest, launch.device, dataset.encoder, official=official)
     except ValueError as error:
         raise ValueError(f"{error}. To train without: train.sample_every=null evaluation=none") from error
-    sampler, guidance = build_sampler(config), build_guidance(config)
-    guidance.load(lambda run, checkpoint: open_run(run, checkpoint, launch=launch).precond)
-    decode = image_decoder(dataset.manifest, encoder, official)
-    bf16 = resolved["mixed_precision"] == "bf16"
-    options = {"batch_size": EVALUATION_BATCH, "launch": launch, "bf16": bf16}
-    options |= {"class_names": dataset.manifest.class_names, "classes": dataset.manifest.trained_classes}
-    return ImageSource(denoiser, sampler, guidance, decode, **options), encoder
+    guidance = experiment.guidance(lambda run, checkpoint: open_run(run, checkpoint, launch=launch).precond)
+    decode, classes = image_decoder(manifest, encoder, official), manifest.trained_classes
+    parts = (denoiser, experiment.sampler(), guidance, decode, launch.device, classes, manifest.class_names)
+    return ImageModel(*parts), encoder

@@ -7,12 +7,11 @@ python sample.py checkpoint=tread.safetensors
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 
 from builders.public import CONFIG, MANIFEST
-from builders.sampling import UNGUIDED, open_run, read_run
+from builders.sampling import open_run
 from runtime.config import command, run_main
 from runtime.files import atomic_write
 from runtime.output import check_free
@@ -29,15 +28,15 @@ class ExportConfig:
 
 
 @command("export", ExportConfig, __doc__)
-def main(request: dict[str, Any]) -> None:
+def main(request: ExportConfig) -> None:
     """Read a run and write its network."""
-    output = Path(request["output"])
+    output = Path(request.output)
     if output.suffix != ".safetensors":
         raise ValueError(f"output={output} must end in .safetensors")
-    check_free("output", output, [], request["overwrite"])
-    run = open_run(request["run"], request["checkpoint"], guidance=UNGUIDED)
-    config, _ = read_run(request["run"])
-    texts = {CONFIG: json.dumps(config), MANIFEST: json.dumps(run.details["data"]["manifest"])}
+    check_free("output", output, [], request.overwrite)
+    run = open_run(request.run, request.checkpoint, guided=False)
+    written = {CONFIG: run.experiment.written, MANIFEST: run.details["data"]["manifest"]}
+    texts = {name: json.dumps(content) for name, content in written.items()}
     with atomic_write(output) as partial:
         save_file(run.precond.net.state_dict(), partial, metadata=texts)
     print(f"{output}: sample.py checkpoint={output} draws from it")

@@ -9,12 +9,13 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
-from builders import config as configuration
+from builders.experiment import Experiment
 from builders.schemas import OBJECTIVES, OBJECTIVES_OF_OTHERS
 from data import LatentManifest
 from data.manifest import read_manifest
 from runtime.errors import check_choice
 from runtime.files import parse_json
+from runtime.nodes import Node
 from training.run_folder import RunFolder
 from training.weights import LABEL_TABLE, Weights, is_own_checkpoint, metadata_in, read_weights
 
@@ -28,8 +29,8 @@ CONFIG, MANIFEST = "tread.config", "tread.manifest"  # names in the header of an
 
 def read_weights_file(
     file: Path, objective: str | None, latents: str | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read configuration and manifest, as `builders.sampling.read_run` does of a run.
+) -> tuple[Experiment, dict[str, Any]]:
+    """Read experiment and manifest, as `builders.sampling.read_run` does of a run.
 
     Args:
         objective: edm, flow, sit (flow, with the time from noise to data) or ddpm; None for a file of
@@ -51,7 +52,7 @@ def read_weights_file(
         if MANIFEST not in header:
             raise ValueError(f"{file} has no manifest of its latents ({MANIFEST}) in its header")
         written, manifest = (parse_json(header[name].encode()) for name in (CONFIG, MANIFEST))
-        return configuration.checked(written, str(file)), {"data": {"manifest": manifest}}
+        return Experiment.of_written(written, str(file)), {"data": {"manifest": manifest}}
     if objective is None:
         rule = f"{file} does not say what it predicts: {OBJECTIVES_OF_OTHERS}"
         raise ValueError(f"objective must be given, {rule}")
@@ -66,11 +67,11 @@ def read_weights_file(
     model = "tread" if objective in ("edm", "flow") or is_lightning else "dit"
     model = "dit" if sizes["model.depth"] < MIN_ROUTED_DEPTH else model
     model = "sprint" if sizes["model/block"] == "sprint" else model
-    config = configuration.composed([f"model={model}", "data=synthetic", *OBJECTIVES[objective], *keys])
+    experiment = Experiment.compose([f"model={model}", "data=synthetic", *OBJECTIVES[objective], *keys])
     shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))
     # Which classes have latents in this folder says nothing about the classes in the training of the network.
     if described is not None:
-        return config, {"data": {"manifest": asdict(replace(described, untrained_classes=()))}}
+        return experiment, {"data": {"manifest": asdict(replace(described, untrained_classes=()))}}
     if sizes["data.in_channels"] != CHANNELS:
         raise ValueError(
             f"{file} takes latents of {sizes['data.in_channels']} channels, not those of {ENCODER}: "
@@ -79,7 +80,7 @@ def read_weights_file(
     manifest = LatentManifest(
         1, shape, "float32", "samples", sizes["data.num_classes"], ENCODER, scale=SCALE, std=1.0
     )
-    return config, {"data": {"manifest": asdict(manifest)}}
+    return experiment, {"data": {"manifest": asdict(manifest)}}
 
 
 def carries_configuration(file: Path) -> bool:
@@ -87,25 +88,25 @@ def carries_configuration(file: Path) -> bool:
     return CONFIG in metadata_in(file)
 
 
-def precond_of(file: Path, objective: str | None) -> dict[str, Any]:
+def precond_of(file: Path, objective: str | None) -> Node:
     """The preconditioning that a network in a file was trained in: its run's, unless given."""
     if objective is None:
-        return _own_configuration(file)["diffusion"]["precond"]
-    return configuration.composed(["data=synthetic", *OBJECTIVES[objective]])["diffusion"]["precond"]
+        return _own_experiment(file).precond_node
+    return Experiment.compose(["data=synthetic", *OBJECTIVES[objective]]).precond_node
 
 
 def num_heads_of(weights: Weights, objective: str | None) -> int | None:
     """The run's number of attention heads, or that of published networks of this width; None for others."""
     if objective is None:
-        return _own_configuration(weights.file)["model"].get("num_heads")
+        return _own_experiment(weights.file).model_node.arguments.get("num_heads")
     embedding = weights.tensors.get("x_embedder.proj.weight")
     return None if embedding is None else NUM_HEADS.get(embedding.shape[0])
 
 
-def _own_configuration(file: Path) -> dict[str, Any]:
+def _own_experiment(file: Path) -> Experiment:
     if carries_configuration(file):
         return read_weights_file(file, None)[0]
-    return configuration.of_run(RunFolder(file.parents[2]))
+    return Experiment.of_run(RunFolder(file.parents[2]))
 
 
 def sizes_of(weights: Weights, side: int) -> dict[str, Any]:

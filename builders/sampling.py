@@ -11,33 +11,31 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from builders import config as configuration
-from builders.network import build_guidance, build_net, build_precond, build_sampler
+from builders.drawing import DrawOptions, ImageModel
+from builders.experiment import Experiment
 from builders.public import read_weights_file
 from builders.rules import DECODINGS, LABELS, NUM_SEEDS
 from builders.schemas import PRECISIONS, SWITCH
 from data import encoder_for, image_decoder, manifest_from
-from diffusion import Guidance, ImageSource, Precond
+from diffusion import Guidance, Precond
 from models import Backbone
 from runtime.errors import check_choice, check_positive
 from runtime.files import sha256
 from runtime.launch import ALONE, Launch
+from runtime.nodes import read_nodes
 from training.checkpoint import find_checkpoint
 from training.run_folder import RunFolder
 from training.weights import find_mismatch, load_weights, read_weights
 
 MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
 NAMED = {"num_steps": None, "guidance_scale": None}  # keys that have words of their own in a name
-RECORDED = ("num_samples", "batch_size", "first_seed", "labels", "class_label", "mixed_precision", "compile")
-Node = dict[str, Any]
-UNGUIDED: Node = {"_target_": "diffusion.CFG"}
 
 
 @dataclass
@@ -79,33 +77,29 @@ class OpenedRun:
     """A run, or a file of weights, that is ready to be sampled from; `precond` is in eval mode."""
 
     path: Path
-    config: dict[str, Any]
+    experiment: Experiment
     details: dict[str, Any]  # its manifest
     weights: Path  # the file of the averaged weights
     entry: str | None  # of that file, None: its top
     precond: Precond
     sampler: Callable[..., torch.Tensor]
     guidance: Guidance
-    weak: dict[Path, dict[str, Any]]  # of networks that guidance has beside: weights -> configuration
+    weak: dict[Path, Experiment]  # of networks that guidance has beside, by their weights
 
 
 def open_run(
-    path: str | Path,
-    checkpoint: str | None = None,
-    *,
-    sampler: Node | None = None,
-    guidance: Node | None = None,
-    launch: Launch = ALONE,
+    path: str | Path, checkpoint: str | None = None, *, guided: bool = True, launch: Launch = ALONE
 ) -> OpenedRun:
     """Load the averaged weights of a run.
 
     Args:
         checkpoint: a step, a name or a path; None: the newest.
-        sampler, guidance: nodes in place of those of the run's configuration.
+        guided: False: open the network alone, without the run's guidance.
     """
-    config, details = read_run(path)
-    weights = _weights_of(Path(path), checkpoint, launch)
-    return open_weights(Path(path), config, details, weights, sampler, guidance, launch)
+    experiment, details = read_run(path)
+    if not guided:
+        experiment = replace(experiment, guidance_node=read_nodes({"_target_": "diffusion.CFG"}, "guidance"))
+    return open_weights(Path(path), experiment, details, _weights_of(Path(path), checkpoint, launch), launch)
 
 
 def _weights_of(run: Path, checkpoint: str | None, launch: Launch) -> Path:
@@ -115,88 +109,102 @@ def _weights_of(run: Path, checkpoint: str | None, launch: Launch) -> Path:
 
 
 def open_weights(
-    path: Path,
-    config: dict[str, Any],
-    details: dict[str, Any],
-    weights: Path,
-    sampler: Node | None,
-    guidance: Node | None,
-    launch: Launch,
+    path: Path, experiment: Experiment, details: dict[str, Any], weights: Path, launch: Launch
 ) -> OpenedRun:
-    net, entry = load_net(config, weights)
-    precond = build_precond(config, net.to(launch.device)).eval()
-    config = {**config, "sampler": sampler or config["sampler"], "guidance": guidance or config["guidance"]}
-    built, weak = build_guidance(config), {}
+    """Load a file of weights as the network of an experiment."""
+    net, entry = load_net(experiment, weights)
+    precond, weak = experiment.precond(net.to(launch.device)).eval(), {}
 
     def open_weak(run: str, checkpoint: str | None) -> Precond:
-        opened = open_run(run, checkpoint, guidance=UNGUIDED, launch=launch)
-        weak[opened.weights] = opened.config
+        opened = open_run(run, checkpoint, guided=False, launch=launch)
+        weak[opened.weights] = opened.experiment
         return opened.precond
 
-    built.load(open_weak)
-    return OpenedRun(path, config, details, weights, entry, precond, build_sampler(config), built, weak)
+    guidance, sampler = experiment.guidance(open_weak), experiment.sampler()
+    return OpenedRun(path, experiment, details, weights, entry, precond, sampler, guidance, weak)
 
 
-def check_sampling(request: dict[str, Any]) -> None:
-    """Check the keys of SamplingConfig and `run` before any device is touched."""
-    config, _ = read_source(request)
-    settings = _settings(request, config)
+@dataclass(frozen=True)
+class DrawRequest:
+    """A request of images, completed from its run or its file of weights, and checked.
+
+    Args:
+        keys: of SamplingConfig, and `run`.
+        experiment: with the requested sampler and guidance.
+        details: the manifest of the run.
+        settings: all that changes a sample.
+    """
+
+    keys: dict[str, Any]
+    experiment: Experiment
+    details: dict[str, Any]
+    settings: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The run or the file of weights, as messages call it."""
+        run = self.keys["run"]
+        return f"run={run}" if run else f"checkpoint={self.keys['checkpoint']}"
+
+    @property
+    def folder(self) -> Path:
+        """Folder of results unless requested otherwise: the run, or a folder beside the file of weights."""
+        return Path(self.keys["run"] or f"{self.keys['checkpoint']}.drawn")
+
+
+def read_request(request: dict[str, Any]) -> DrawRequest:
+    """Read and check what is requested to be drawn, before any device is touched."""
+    experiment, details = read_source(request)
+    settings = _settings(request, experiment)
     try:
-        configuration.check_sampling({**config, **{key: settings[key] for key in ("sampler", "guidance")}})
+        chosen = _as_requested(experiment, settings)
+        chosen.check_sampling()
     except ValueError as error:
         if all(request[key] in (None, {}) for key in ("sampler", "guidance", *NAMED)):
-            where = f"{request['run']}/config.yaml" if request["run"] else source_name(request)
+            run, file = request["run"], request["checkpoint"]
+            where = f"{run}/config.yaml" if run else f"checkpoint={file}"
             raise ValueError(f"{where}: {error}") from error
         # These two keys by their names on the command line.
         message = re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
         raise ValueError(message) from error
     if request["run"] is not None:
         find_checkpoint(Path(request["run"]), request["checkpoint"])
+    return DrawRequest(request, chosen, details, settings)
 
 
-def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, str, dict[str, Any]]:
-    """Open the source of the requested images; return it with their name and the record of their making."""
-    config, details = read_source(request)
-    settings = _settings(request, config)
+def open_model(drawn: DrawRequest, launch: Launch) -> tuple[ImageModel, str, dict[str, Any]]:
+    """Open what draws the requested images; return it with their name and the record of their making."""
+    request, experiment, settings = drawn.keys, drawn.experiment, drawn.settings
     path = weights = Path(request["run"] or request["checkpoint"])
     if request["run"] is not None:
         weights = _weights_of(path, request["checkpoint"], launch)
-    run = open_weights(path, config, details, weights, settings["sampler"], settings["guidance"], launch)
-    where = f"{request['run']}/manifest.json" if request["run"] else source_name(request)
+    run = open_weights(path, experiment, drawn.details, weights, launch)
+    where = f"{request['run']}/manifest.json" if request["run"] else drawn.name
     manifest = manifest_from(run.details["data"]["manifest"], f"{where}: data.manifest")
     if settings["class_label"] in manifest.untrained_classes:
         raise ValueError(f"class_label={settings['class_label']} has no images in the training data")
     entry = run.entry or run.weights.name
     if request["run"] is None:
         launch.print(f"weights {run.weights} ({entry})")
-    sizes = ("input_size", "in_channels", "num_classes")
-    manifest.check_sizes(request["latents"] or str(run.path), **{key: config["data"][key] for key in sizes})
+    data = experiment.data_node.arguments
+    sizes = {key: data[key] for key in ("input_size", "in_channels", "num_classes")}
+    manifest.check_sizes(request["latents"] or str(run.path), **sizes)
     official = settings["decoding"] == "official"
-    place = request["encoder"] or config["data"].get("encoder")
+    place = request["encoder"] or data.get("encoder")
     options = {"allow_other": request["allow_other_encoder"], "official": official}
     encoder = encoder_for(manifest, launch.device, place, **options)
-    source = ImageSource(
-        run.precond,
-        run.sampler,
-        run.guidance,
-        image_decoder(manifest, encoder, official),
-        batch_size=settings["batch_size"] or 1,  # until it is settled, see `builders.drawing`
-        launch=launch,
-        labels=request["labels"],
-        class_label=settings["class_label"],
-        first_seed=settings["first_seed"],
-        class_names=manifest.class_names,
-        classes=manifest.trained_classes,
-    )
+    decode, classes = image_decoder(manifest, encoder, official), manifest.trained_classes
+    parts = (run.precond, run.sampler, run.guidance, decode, launch.device, classes, manifest.class_names)
     networks = [  # what weights do not tell
-        {key: each[key] for key in ("model", "diffusion")} for each in (config, *run.weak.values())
+        {key: each.written[key] for key in ("model", "diffusion")}
+        for each in (experiment, *run.weak.values())
     ]
     record = {
         **settings,
         "run": request["run"],
         "checkpoint": str(run.weights.parent if request["run"] else run.weights),
         "objective": request["objective"],
-        "ema": config["ema"],
+        "ema": experiment.ema_node.written,
         "networks": networks,
         "data": run.details["data"],
         "encoder": {"name": encoder.name, "weights_hash": encoder.weights_hash},
@@ -204,11 +212,16 @@ def open_source(request: dict[str, Any], launch: Launch) -> tuple[ImageSource, s
         "weights_sha256": sha256(run.weights),  # now: a run that still trains removes old checkpoints
         "weak_weights": {str(file): sha256(file) for file in run.weak},
     }
-    return source, _name(run, config, settings, request["objective"]), record
+    return ImageModel(*parts), _name(run, settings, request["objective"]), record
 
 
-def read_source(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read configuration and manifest of the requested run or file of weights."""
+def _as_requested(experiment: Experiment, settings: dict[str, Any]) -> Experiment:
+    nodes = {f"{key}_node": read_nodes(settings[key], key) for key in ("sampler", "guidance")}
+    return replace(experiment, **nodes)
+
+
+def read_source(request: dict[str, Any]) -> tuple[Experiment, dict[str, Any]]:
+    """Read experiment and manifest of the requested run or file of weights."""
     if request["run"] is not None:
         for key in ("objective", "latents"):
             if request[key] is not None:
@@ -217,46 +230,35 @@ def read_source(request: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     if request["checkpoint"] is None:
         raise ValueError("run=FOLDER or checkpoint=FILE must be given")
     file = Path(request["checkpoint"])
-    config, details = read_weights_file(file, request["objective"], request["latents"])
-    check_shapes(config, file)
-    return config, details
+    experiment, details = read_weights_file(file, request["objective"], request["latents"])
+    check_shapes(experiment, file)
+    return experiment, details
 
 
-def source_name(request: dict[str, Any]) -> str:
-    """The run or the file of weights, as messages call it."""
-    return f"run={request['run']}" if request["run"] else f"checkpoint={request['checkpoint']}"
-
-
-def folder_of(request: dict[str, Any]) -> Path:
-    """Folder of results unless requested otherwise: the run, or a folder beside the file of weights."""
-    return Path(request["run"] or f"{request['checkpoint']}.drawn")
-
-
-def read_run(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read configuration and manifest of a run that was started, which may come from anywhere."""
+def read_run(path: str | Path) -> tuple[Experiment, dict[str, Any]]:
+    """Read experiment and manifest of a run that was started, which may come from anywhere."""
     run = RunFolder(path)
-    run.check_started()
-    config, details = configuration.of_run(run), run.manifest()
+    experiment, details = Experiment.of_run(run), run.manifest()
     if not isinstance(details.get("data"), dict) or not isinstance(details["data"].get("manifest"), dict):
         raise ValueError(f"{run.manifest_file} has no manifest of the data (data.manifest)")
-    return config, details
+    return experiment, details
 
 
-def load_net(config: dict[str, Any], weights: Path) -> tuple[Backbone, str | None]:
+def load_net(experiment: Experiment, weights: Path) -> tuple[Backbone, str | None]:
     """Build the network of a run with its weights; return it with their entry in the file."""
-    check_shapes(config, weights)
-    net = build_net(config)
+    check_shapes(experiment, weights)
+    net = experiment.net()
     return net, load_weights(net, weights)["entry"]
 
 
-def check_shapes(config: dict[str, Any], file: Path) -> None:
-    """Check the network of a configuration against the shapes in its weights, before it takes memory."""
-    weights, depth = read_weights(file, shapes_only=True), config["model"].get("depth", 1)
+def check_shapes(experiment: Experiment, file: Path) -> None:
+    """Check the network of an experiment against the shapes in its weights, before it takes memory."""
+    weights = read_weights(file, shapes_only=True)
+    depth = experiment.model_node.arguments.get("depth", 1)
     if depth > len(weights.tensors):
         raise ValueError(f"{file} holds {len(weights.tensors)} tensors, not those of model.depth={depth}")
     try:
-        with torch.device("meta"):
-            net = build_net(config)
+        net = experiment.meta_net
     except ValueError as error:  # keys that the file determines
         raise ValueError(f"{file}: {error}") from error
     if net.num_tokens > MAX_TOKENS:
@@ -267,7 +269,7 @@ def check_shapes(config: dict[str, Any], file: Path) -> None:
         raise ValueError(f"{file}: weights do not match the model: {mismatch}")
 
 
-def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+def _settings(request: dict[str, Any], experiment: Experiment) -> dict[str, Any]:
     """All that changes a sample, completed from the configuration of the run."""
     for key in ("num_samples", "batch_size"):
         if request[key] is not None:
@@ -280,18 +282,18 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
         request[key] = request[key].lower()  # a YAML `true` arrives as "True"
         check_choice(key, request[key], choices)
     check_choice("labels", request["labels"], LABELS)
-    num_classes, label = config["data"]["num_classes"], request["class_label"]
+    num_classes, label = experiment.num_classes, request["class_label"]
     if label is not None and request["labels"] == "balanced":
         raise ValueError(f"class_label={label} is one class: labels=balanced must not be given with it")
     if label is not None and not 0 <= label < num_classes:
         unconditional = "null for an unconditional network (num_classes=0)"
         allowed = f"in [0, {num_classes - 1}]" if num_classes else unconditional
         raise ValueError(f"class_label={label} must be {allowed}")
-    decoding = config["decoding"] if request["decoding"] is None else request["decoding"]
+    decoding = experiment.decoding if request["decoding"] is None else request["decoding"]
     check_choice("decoding", decoding, DECODINGS)
-    settings = {key: request[key] for key in RECORDED} | {"decoding": decoding}
+    settings = {each.name: request[each.name] for each in fields(DrawOptions)} | {"decoding": decoding}
     for group, key in (("sampler", "num_steps"), ("guidance", "guidance_scale")):
-        node = request[group] or config[group]
+        node = request[group] or experiment.written[group]
         settings[group] = node if request[key] is None else {**node, key: request[key]}
     weak = settings["guidance"]
     if weak.get("weak_checkpoint") is not None and weak["weak_run"] is None:
@@ -299,7 +301,7 @@ def _settings(request: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]
     return settings if label is None else {**settings, "labels": None}
 
 
-def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any], objective: str | None) -> str:
+def _name(run: OpenedRun, settings: dict[str, Any], objective: str | None) -> str:
     name = run.path.stem if run.path == run.weights else run.weights.parent.name
     parts = [name, *filter(None, [objective]), f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
     if settings["class_label"] is not None:
@@ -310,7 +312,7 @@ def _name(run: OpenedRun, config: dict[str, Any], settings: dict[str, Any], obje
     parts += ["guidance" + str(scale).removesuffix(".0")] if scale != 1 else []
     parts += [f"{settings['sampler']['num_steps']}steps"] if "num_steps" in settings["sampler"] else []
     for group in ("sampler", "guidance"):
-        node, run_node = ({**node, **NAMED} for node in (settings[group], config[group]))
+        node, run_node = ({**node, **NAMED} for node in (settings[group], run.experiment.written[group]))
         if node != run_node:
             digest = hashlib.sha256(json.dumps(node, sort_keys=True).encode()).hexdigest()[:8]
             parts += [f"{node['_target_'].rpartition('.')[2]}-{digest}"]

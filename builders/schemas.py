@@ -56,23 +56,23 @@ class TrainConfig:
     reconstruction_weight: float = 0.0  # with it: of the other tokens, as masked training has it
 
 
-def check_train(train: dict[str, Any]) -> None:
+def check_train(train: TrainConfig) -> None:
     """Check the scalars of the loop, and normalise the case of words."""
     for key in POSITIVE:
-        check_positive(f"train.{key}", train[key])
+        check_positive(f"train.{key}", getattr(train, key))
     for key in POSITIVE_OR_NULL:
-        if train[key] is not None:
-            check_positive(f"train.{key}", train[key], otherwise=", or null")
+        if getattr(train, key) is not None:
+            check_positive(f"train.{key}", getattr(train, key), otherwise=", or null")
     for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH), ("keep_freed_memory", SWITCH)):
-        train[key] = train[key].lower()  # a YAML `true` arrives as "True"
-        check_choice(f"train.{key}", train[key], choices)
-    if (objective := train["init_from_objective"]) is not None:
+        setattr(train, key, getattr(train, key).lower())  # a YAML `true` arrives as "True"
+        check_choice(f"train.{key}", getattr(train, key), choices)
+    if (objective := train.init_from_objective) is not None:
         check_choice("train.init_from_objective", objective, tuple(OBJECTIVES))
-        if not train["init_from"]:
+        if not train.init_from:
             raise ValueError(f"train.init_from_objective={objective} has no meaning without train.init_from")
-    if not train["init_from_label_table"] and not train["init_from"]:
+    if not train.init_from_label_table and not train.init_from:
         raise ValueError("train.init_from_label_table=false has no meaning without train.init_from")
-    check_not_negative("train.num_workers", train["num_workers"])
+    check_not_negative("train.num_workers", train.num_workers)
 
 
 @dataclass

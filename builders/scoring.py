@@ -7,28 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import yaml
-from omegaconf import OmegaConf
 
-from builders import config as configuration
-from builders.drawing import LEFT_OPEN, about, prepare, settle
-from builders.sampling import SamplingConfig, check_sampling, folder_of, open_source, source_name
-from data import encoder_for, open_images, open_latents, read_manifest, real_images
-from diffusion import ImageSource
+from builders.drawing import Drawing, cache_key, start_drawing
+from builders.references import features_folder, of_latents
+from builders.sampling import DrawRequest, SamplingConfig, open_model, read_request
+from data import open_images
 from evaluation import ArrayImages, Reference, Suite, open_reference
 from evaluation.files import fingerprint
-from evaluation.suite import Scores, digest_of
+from evaluation.suite import Scores
 from runtime.arrays import ZIP_ERRORS, read_member
-from runtime.config import build_node, config_folders
+from runtime.config import compose_group
 from runtime.errors import check_choice, check_positive
 from runtime.files import read_json
 from runtime.launch import Launch
+from runtime.nodes import Node, read_nodes
 from runtime.output import place_of
-from runtime.parts import PartFolder, settings_of
+from runtime.parts import PartCache, digest_of
 
 NUM_SAMPLES = 50_000  # of a run, by default
-MAX_REFERENCE_BYTES = 2**33
 
 
 @dataclass
@@ -54,76 +50,57 @@ class ScoreConfig(SamplingConfig):
 
 
 SAMPLING_KEYS = {field.name for field in fields(SamplingConfig)} - {"num_samples"}
+# Keys that apply to a request besides those of a suite, and of these the keys that it needs.
+KEYS = {
+    "scoring samples in files": ({"suite", "num_samples"}, ("reference", "samples")),
+    "scoring a network": ({"suite", "num_samples", "run", *SAMPLING_KEYS}, ("reference",)),
+    "mode=reference": ({"resolution"}, ("images", "out")),
+}
 # Keys of a suite that can be set on the command line, by their names in its file.
 SAME_KEYS = ("weights", "allow_unpublished_weights", "precision_recall", "exact_distances", "kid")
 SUITE_KEYS = {key: key for key in SAME_KEYS} | {"batch_size": "detector_batch_size"}
 
 
-def build_suite(
-    config: dict[str, Any],
-    reference: Reference,
-    launch: Launch,
-    source: ImageSource | None = None,
-    kept_in: Path | None = None,
-) -> Suite:
-    """Build the suite of a configuration, with the detector and the metrics that it names, if any."""
-    node, parts = config["evaluation"], {}
-    if "detector" in node:
-        parts["detector"] = build_node(config, "evaluation.detector")()
-    if "metrics" in node:
-        parts["metrics"] = {key: build_node(config, f"evaluation.metrics.{key}")() for key in node["metrics"]}
-    options = {"reference": reference, "launch": launch, "source": source, "kept_in": kept_in}
-    suite = build_node(config, "evaluation")(**options, **parts)
-    suite.detector_config = node.get("detector")
+def build_suite(node: Node, reference: Reference, launch: Launch, features: Path | None = None) -> Suite:
+    """Build a suite, with the detector and the metrics that it names, if any."""
+    parts = {}
+    if "detector" in node.arguments:
+        parts["detector"] = node.arguments["detector"].bind()()
+    if "metrics" in node.arguments:
+        parts["metrics"] = {key: metric.bind()() for key, metric in node.arguments["metrics"].items()}
+    suite = node.bind()(reference=reference, launch=launch, features=features, **parts)
+    suite.detector_config = node.written.get("detector")
     return suite
 
 
-def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
-    """Take the training images of latents as reference, and the held-out ones to compare with."""
-    one, _ = real_images(dataset, dataset.train_ids[:1], encoder)
-    if one.nbytes * len(dataset.train_ids) > MAX_REFERENCE_BYTES:
-        raise ValueError(f"{name} has too many images to decode them all: score against a file of statistics")
-    images, labels = real_images(dataset, dataset.train_ids, encoder)
-    ids = dataset.held_out_ids
-    held_out = real_images(dataset, ids, encoder) if len(ids) > 1 else None
-    data = dataset.describe()
-    return Reference(name, images=ArrayImages(images), labels=labels, held_out=held_out, data=data)
-
-
-def suite_config(request: dict[str, Any]) -> dict[str, Any]:
+def suite_node(request: dict[str, Any]) -> Node:
     """Compose the requested suite with its keys of the command line."""
-    files = [file for folder in config_folders() for file in sorted(folder.glob("evaluation/*.yaml"))]
-    nodes = {file.stem: yaml.safe_load(file.read_text()) for file in files}
-    nodes = {name: node for name, node in nodes.items() if node and "_target_" in node}
-    check_choice("suite", request["suite"], sorted(nodes))
-    node = nodes[request["suite"]]
+    node = compose_group("evaluation", request["suite"], "suite")
+    if "_target_" not in node:
+        raise ValueError(f"suite={request['suite']} must name a _target_")
     given = {name: request[key] for name, key in SUITE_KEYS.items() if name in node}
     node |= {name: value for name, value in given.items() if value is not None}
     if node.get("reference") is not None:
         node["reference"] = request["reference"]
-    return configuration.resolve(OmegaConf.create({"evaluation": node}))
+    return read_nodes(node, "evaluation")
 
 
-def check_request(request: dict[str, Any]) -> None:
-    """Check that the keys that are given belong together, and what is requested of a run."""
+def check_request(request: dict[str, Any]) -> tuple[Node, DrawRequest | None]:
+    """Check that the keys that are given belong together; return the suite, and what is drawn if any is."""
     check_choice("mode", request["mode"], ("score", "reference"))
-    suite = suite_config(request)["evaluation"]
-    what, keys, needed = "scoring samples in files", {"samples", "num_samples"}, ("reference", "samples")
-    if request["mode"] == "reference":
-        what, keys, needed = "mode=reference", {"images", "resolution"}, ("images", "out")
-    elif draws(request):
-        what, keys, needed = "scoring a network", {"run", "num_samples"} | SAMPLING_KEYS, ("reference",)
-    keys = {*keys, *needed, "mode", "out", "features", "overwrite"} | (
-        {"suite"} if request["mode"] == "score" else set()
-    )
+    suite = suite_node(request)
+    draws = request["run"] is not None or request["checkpoint"] is not None
+    what = "scoring a network" if draws else "scoring samples in files"
+    what = "mode=reference" if request["mode"] == "reference" else what
+    keys, needed = KEYS[what]
     for field in fields(ScoreConfig):
         key, value = field.name, request[field.name]
         if value in (field.default, {}):  # no choice of a group is an empty one
             continue
         if key in SUITE_KEYS.values():
-            if not any(key == SUITE_KEYS[name] for name in suite.keys() & SUITE_KEYS.keys()):
+            if not any(key == SUITE_KEYS[name] for name in suite.arguments.keys() & SUITE_KEYS.keys()):
                 raise ValueError(f"{key}={value} has no meaning for suite={request['suite']}")
-        elif key not in keys:
+        elif key not in {*keys, *needed, "mode", "out", "features", "overwrite"}:
             raise ValueError(f"{key}={value} has no meaning for {what}")
     for key in needed:
         if request[key] is None:
@@ -139,45 +116,15 @@ def check_request(request: dict[str, Any]) -> None:
     if samples and Path(samples).is_dir() and request["num_samples"] is None:
         rule = "is a folder, which may have older images in it: give their number as num_samples=N"
         raise ValueError(f"samples={samples} {rule}")
-    if draws(request):
-        check_sampling(drawn(request))
+    num_samples = request["num_samples"] or NUM_SAMPLES
+    return suite, read_request({**request, "num_samples": num_samples}) if draws else None
 
 
-def draws(request: dict[str, Any]) -> bool:
-    """True if images are sampled from a network while they are scored."""
-    return request["run"] is not None or request["checkpoint"] is not None
-
-
-def drawn(request: dict[str, Any]) -> dict[str, Any]:
-    """The request of a run, with the default number of samples."""
-    return {**request, "num_samples": request["num_samples"] or NUM_SAMPLES}
-
-
-def features_folder(request: dict[str, Any], out: Path) -> Path:
-    """Folder of finished parts of features."""
-    folder = Path(request["features"] or out.parent / "features")
-    for key in ("samples", "images"):
-        looked_at = request[key] and Path(request[key]).resolve()
-        if looked_at and folder.resolve().is_relative_to(looked_at):
-            raise ValueError(f"features={folder} must not be inside {key}={request[key]}")
-    if folder.is_symlink() and not request["features"]:
-        raise ValueError(f"{folder} is a link, which may lead anywhere: give features=FOLDER")
-    return folder
-
-
-def open_suite(request: dict[str, Any], num_samples: int, out: Path, launch: Launch) -> Suite:
+def open_suite(node: Node, request: dict[str, Any], out: Path, launch: Launch) -> Suite:
     """Build the requested suite with its reference: a file, or latents if the suite has none."""
-    config = suite_config(request)
-    if config["evaluation"].get("reference") is not None:
-        reference = open_reference(Path(request["reference"]), open_images)
-    else:
-        manifest = read_manifest(request["reference"])
-        sizes = (manifest.input_size, manifest.in_channels, manifest.num_classes)
-        dataset = open_latents(request["reference"], *sizes)
-        encoder = encoder_for(manifest, torch.device("cpu"))
-        reference = reference_of(dataset, encoder, f"reference={request['reference']}")
-    config["evaluation"]["num_samples"] = num_samples
-    return build_suite(config, reference, launch, kept_in=features_folder(request, out))
+    of_file = node.arguments.get("reference") is not None
+    reference = open_reference(Path(request["reference"]), open_images) if of_file else of_latents(request)
+    return build_suite(node, reference, launch, features_folder(request, out))
 
 
 class FileSamples:
@@ -205,9 +152,9 @@ class FileSamples:
             raise ValueError(f"{self.name} {rule}")
         return labels
 
-    def settle(self, suite: Suite) -> PartFolder | None:
-        """Folder of the features of parts; None where a detector is quick with all images."""
-        return suite.parts_named("samples", {"samples": self.sha256}, self.images)
+    def cache(self, suite: Suite) -> PartCache | None:
+        """The cache of their features; None: in memory."""
+        return suite.cache("samples", {"samples": self.sha256}, self.images)
 
     def record(self) -> dict[str, Any]:
         """The samples, with the record of `sample.py` if there is one."""
@@ -222,38 +169,34 @@ class FileSamples:
         return {**record, "drawn": drawn}
 
 
-class DrawnSamples:
-    """Samples drawn from a run while they are scored, with the methods of FileSamples."""
+class NetworkSamples:
+    """Samples drawn from a network while they are scored, with the methods of FileSamples."""
 
-    def __init__(self, request: dict[str, Any], launch: Launch):
-        request = drawn(request)
-        self.count, self.name = request["num_samples"], source_name(request)
-        self._source, name, self._record = open_source(request, launch)
-        self._launch, self.shape = launch, self._source.image_shape
-        self.out = place_of("out", request["out"], folder_of(request), f"scores/{name}.json")
-        self._kept_in = features_folder(request, self.out)
+    images: Drawing  # once `cache` has resolved how they are drawn
+
+    def __init__(self, request: dict[str, Any], drawn: DrawRequest, launch: Launch):
+        self.count, self.name = drawn.settings["num_samples"], drawn.name
+        self._model, name, self._record = open_model(drawn, launch)
+        self._launch, self.shape = launch, self._model.image_shape
+        self.out = place_of("out", request["out"], drawn.folder, f"scores/{name}.json")
+        self._features = features_folder(request, self.out)
 
     def labels(self) -> np.ndarray:
         """Class of each image (N,)."""
-        labels = self._source.labels(self.count)
+        labels = self.images.labels()
         if labels is None:
             raise ValueError(f"{self.name} is unconditional: its samples have no labels")
-        return labels.numpy()
+        return labels
 
-    def settle(self, suite: Suite) -> PartFolder:
-        """Resolve the options of drawing; the folder of the features of parts."""
-        what = None if suite.batch_size is None else suite.looks_with()  # None: the images are kept
-        asked = about({**self._record, "num_samples": self.count}, self._launch) | {"looked_at_by": what}
-        path, launch = self._kept_in / f"drawn-{digest_of(asked)}", self._launch
-        saved = launch.broadcast_from_main(lambda: settings_of(path))
-        open_keys = {key: self._record[key] for key in LEFT_OPEN}
-        self._record |= settle(self._source, open_keys, saved, self.count, launch)
-        self.images = self._source.images(self.count)
-        kept = suite.parts_in(path, asked | {key: self._record[key] for key in LEFT_OPEN}, self.images)
-        missing = launch.broadcast_from_main(lambda: kept.num_parts - len(kept.done()))
-        if missing and self._record["compile"]:
-            prepare(self._source)
-        return kept
+    def cache(self, suite: Suite) -> PartCache:
+        """Resolve how they are drawn; return the cache of their features, or of the images for a suite that
+        takes all at once.
+        """
+        key = cache_key(self._record, self._launch.device)
+        key["looked_at_by"] = None if suite.batch_size is None else suite.detector_key()
+        path = self._features / f"drawn-{digest_of(key)}"
+        self.images, cache = start_drawing(self._model, self._record, path, key, self._launch)
+        return cache
 
     def record(self) -> dict[str, Any]:
         """The samples, with what they are drawn from."""

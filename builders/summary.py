@@ -2,72 +2,74 @@
 
 from typing import Any
 
-import torch.nn as nn
-
+from builders.auto import Resolved
 from builders.estimate import COMPILED_AFTER_SEC, Estimate
+from builders.experiment import Experiment
+from builders.schemas import TrainConfig
 from data.manifest import LatentManifest, class_warnings, first_classes
+from models.cost import Cost
 
 GIB = 2**30
 TOO_LONG_SEC = 30 * 24 * 3600
 
 
 def summary(
-    config: dict[str, Any],
+    experiment: Experiment,
+    resolved: Resolved,
     details: dict[str, Any],
-    net: nn.Module,
+    cost: Cost,
     resumed_step: int,
     manifest: LatentManifest,
     takes: Estimate,
 ) -> str:
-    """Describe a run before it starts."""
-    train, resolved, cost = config["train"], details["resolved"], details["cost"]
-    num_parameters = f"{sum(parameter.numel() for parameter in net.parameters()) / 1e6:.2f}M parameters"
+    """Describe a run before it starts; details: what its manifest has."""
+    train, net = experiment.train, experiment.meta_net
+    num_parameters = f"{cost.num_parameters / 1e6:.2f}M parameters"
     resumed = f", resumed at step {resumed_step}" if resumed_step else ""
     lines = [
-        f"run        {config['output_dir']}{resumed}",
+        f"run        {experiment.output_dir}{resumed}",
         f"network    {num_parameters}, {len(net.blocks)} blocks, {net.num_tokens} tokens",
-        f"cost       {cost['dense_forward_flops'] / 2e9:.3g} GMAC for one image and forward pass",
+        f"cost       {cost.dense_forward_flops / 2e9:.3g} GMAC for one image and forward pass",
         *(f"route      {line}" for line in details["routes"]),
         *([f"saving     {_saving(cost)}"] if net.routes else []),
     ]
     processes = f"{details['num_processes']} process(es) on {details['device']}"
-    batch = f"{train['batch_size']} images, micro-batches of {resolved['micro_batch_size']}"
+    batch = f"{train.batch_size} images, micro-batches of {resolved.micro_batch_size}"
     lines += [
-        f"batch      {batch}, {processes}, {resolved['num_workers']} reading ahead",
+        f"batch      {batch}, {processes}, {resolved.num_workers} reading ahead",
         f"precision  {_precision(resolved, details['tf32'])}",
     ]
     if details["device"] == "cpu":
-        freed = "retained" if resolved["keep_freed_memory"] else "returned to the system"
+        freed = "retained" if resolved.keep_freed_memory else "returned to the system"
         lines.append(f"memory     freed memory: {freed} (train.keep_freed_memory)")
     if "note" in details["data"]:
         lines.append(f"data       {details['data']['note']}")
-    if train["eval_every"] and not manifest.num_held_out:
+    if train.eval_every and not manifest.num_held_out:
         lines.append("evaluation no val_loss_dense: the data have no held-out entries (num_held_out)")
     lines += [f"changed    {change}" for change in details["changes"]]
     if "init_from" in details:
         lines.append(f"start      {_start(details['init_from'])}")
     if manifest.class_names:
         lines.append(f"classes    {first_classes(manifest)}")
-    lines += _length(train, manifest, resumed_step, takes, COMPILED_AFTER_SEC * resolved["compile"])
+    lines += _length(train, manifest, resumed_step, takes, COMPILED_AFTER_SEC * resolved.compile)
     lines.append(
         f"needs      {_gib(takes.memory)} of memory for weights, gradients, optimizer and average; "
         f"{_gib(takes.checkpoints)} of disk for checkpoints"
     )
-    lines.append(f'watch      python -m reports "runs=[{config["output_dir"]}]" refresh_sec=15')
+    lines.append(f'watch      python -m reports "runs=[{experiment.output_dir}]" refresh_sec=15')
     return "\n".join(lines)
 
 
-def warnings(config: dict[str, Any], manifest: LatentManifest) -> list[str]:
+def warnings(train: TrainConfig, manifest: LatentManifest) -> list[str]:
     """Lines on classes and the size of the batch."""
     found, num_trained = class_warnings(manifest), manifest.num_trained
-    batch_size = config["train"]["batch_size"]
-    if batch_size > num_trained:
+    if train.batch_size > num_trained:
         rule = f"a step sees some of the {num_trained} entries more than once"
-        found.append(f"train.batch_size={batch_size}: {rule}")
+        found.append(f"train.batch_size={train.batch_size}: {rule}")
     return found
 
 
-def check_resources(train: dict[str, Any], takes: Estimate, steps: int, memory: int, disk: int) -> list[str]:
+def check_resources(train: TrainConfig, takes: Estimate, steps: int, memory: int, disk: int) -> list[str]:
     """Lines on what does not suffice for `steps` more steps: free bytes of memory and disk, or 30 days.
 
     Raises:
@@ -79,12 +81,12 @@ def check_resources(train: dict[str, Any], takes: Estimate, steps: int, memory: 
         found.append(f"{needed}: choose a smaller model/size")
     if takes.checkpoints > disk:
         needed = f"about {_gib(takes.checkpoints)} of disk are needed for checkpoints, {_gib(disk)} are free"
-        fewer = " or raise train.milestone_every" if train["milestone_every"] else ""
+        fewer = " or raise train.milestone_every" if train.milestone_every else ""
         found.append(f"{needed}: lower train.keep_last{fewer}")
     if (sec := steps * takes.step_sec) > TOO_LONG_SEC:
         rule = "choose a smaller model/size or fewer steps"
         found.append(f"this would take about {duration(sec)} here: {rule}")
-    if found and train["check_resources"]:
+    if found and train.check_resources:
         raise ValueError(f"{'; '.join(found)} (train.check_resources=false starts it all the same)")
     return found
 
@@ -103,33 +105,33 @@ def _gib(num_bytes: int) -> str:
 
 
 def _length(
-    train: dict[str, Any], manifest: LatentManifest, resumed_step: int, takes: Estimate, start_sec: float
+    train: TrainConfig, manifest: LatentManifest, resumed_step: int, takes: Estimate, start_sec: float
 ) -> list[str]:
-    total_steps = train["total_steps"]
+    total_steps = train.total_steps
     entries = f"{manifest.num_trained} entries are trained on, {manifest.num_held_out} held out"
     entries += f", {manifest.num_classes} classes" + (", mirror images, too" if manifest.hflip else "")
-    epochs = f"{total_steps * train['batch_size'] / manifest.num_trained:.3g} epochs"
+    epochs = f"{total_steps * train.batch_size / manifest.num_trained:.3g} epochs"
     time = f"about {duration(start_sec + (total_steps - resumed_step) * takes.step_sec)}"
     return [
         f"data       {entries}",
-        f"length     {total_steps} steps, {epochs}, checkpoint every {train['save_every']}: {time}",
+        f"length     {total_steps} steps, {epochs}, checkpoint every {train.save_every}: {time}",
     ]
 
 
-def _precision(resolved: dict[str, Any], tf32: bool) -> str:
-    autocast = "bf16 autocast" if resolved["mixed_precision"] == "bf16" else "no autocast"
+def _precision(resolved: Resolved, tf32: bool) -> str:
+    autocast = "bf16 autocast" if resolved.bf16 else "no autocast"
     parts = ["fp32 weights", autocast, *(["TF32 for what is in fp32"] if tf32 else [])]
-    parts.append(f"{'compiled' if resolved['compile'] else 'uncompiled'} blocks")
-    parts += [f"{resolved['attention']} attention"] if "attention" in resolved else []
+    parts.append(f"{'compiled' if resolved.compile else 'uncompiled'} blocks")
+    parts += [f"{resolved.attention} attention"] if resolved.attention else []
     return ", ".join(parts)
 
 
-def _saving(cost: dict[str, float]) -> str:
-    if cost["routed_training_flops"] == cost["dense_training_flops"]:
+def _saving(cost: Cost) -> str:
+    if cost.routed_training_flops == cost.dense_training_flops:
         return "none: the blocks of the windows process all tokens"
-    most = f"at most {cost['ceiling']:.2f}x at any ratio"
-    speedup = f"{cost['predicted_speedup']:.2f}x as fast by their FLOPs ({most})"
-    return f"{cost['routed_forward_flops'] / 2e9:.3g} GMAC with routes: training steps can be {speedup}"
+    most = f"at most {cost.ceiling:.2f}x at any ratio"
+    speedup = f"{cost.predicted_speedup:.2f}x as fast by their FLOPs ({most})"
+    return f"{cost.routed_forward_flops / 2e9:.3g} GMAC with routes: training steps can be {speedup}"
 
 
 def _start(init_from: dict[str, Any]) -> str:

@@ -1,9 +1,7 @@
 """Build the trainer of a configuration with all its parts; a run with checkpoints resumes from its newest."""
 
-from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import cache, partial
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +11,28 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 
-from builders.auto import resolve_auto
+from builders.auto import Resolved, resolve_auto
 from builders.estimate import Estimate, bytes_in_memory, estimate, free_disk, free_memory
 from builders.evaluators import build_evaluators, check_sweep_metric, drawing_flops
-from builders.network import (
-    build_ema,
-    build_loss,
-    build_net,
-    build_optimizer,
-    build_precond,
-    build_route_plan,
-)
+from builders.experiment import Experiment, TrainingData
 from builders.public import carries_configuration, num_heads_of, precond_of
 from builders.schemas import OBJECTIVES_OF_OTHERS
 from builders.summary import check_resources, summary, warnings
 from data import (
-    LatentDataset,
     ShardDataset,
     ShardStream,
     entries_by_step,
-    mask_coverage,
     shards_by_step,
     stream,
 )
-from models import cost_of, token_mask
-from routing import RoutePlan, Routing
-from runtime.config import build_node, chosen_overrides
+from models import cost_of
+from models.cost import Cost
+from routing import Routing
+from runtime.config import chosen_overrides
 from runtime.files import sha256
 from runtime.launch import Launch
 from runtime.machine import compile_blocks, keep_freed_memory
-from runtime.provenance import environment, flatten, source_sha256
+from runtime.provenance import environment, flatten
 from training.batches import Batches
 from training.checkpoint import CheckpointFolder, latest_checkpoint
 from training.recorder import Recorder
@@ -61,16 +51,16 @@ from training.window import Work
 
 INIT_KEYS = "data.in_channels, model/size, model/block, model.num_prefix_tokens, model.learn_sigma"
 
-TrainingData = LatentDataset | ShardDataset
 
-
-def check_files(config: dict[str, Any], run: RunFolder) -> None:
+def check_files(experiment: Experiment, run: RunFolder) -> None:
     """Check the files and the environment, before any device is touched."""
-    if config["train"]["init_from"] and not latest_checkpoint(run.path):
-        check_init_from(config["train"]["init_from"], config["train"]["init_from_objective"])
-        check_init_shapes(config)
+    train = experiment.train
+    if train.init_from and not latest_checkpoint(run.path):
+        check_init_from(train.init_from, train.init_from_objective)
+        check_init_shapes(experiment)
+    suite = experiment.evaluation.arguments if experiment.evaluation else {}
     for key in ("reference", "weights"):
-        file = config["evaluation"].get(key)
+        file = suite.get(key)
         if file is not None and not Path(str(file)).exists():
             raise FileNotFoundError(f"evaluation.{key}={file} not found: see `python -m evaluation.fetch`")
 
@@ -90,21 +80,16 @@ def check_init_from(source: str, objective: str | None) -> None:
         raise ValueError(f"train.init_from={source} {rule}")
 
 
-def check_init_shapes(config: dict[str, Any]) -> None:
+def check_init_shapes(experiment: Experiment) -> None:
     """Check that the network takes the weights to start from, with their heads and classes."""
-    train, num_classes, own_heads = (
-        config["train"],
-        config["data"]["num_classes"],
-        config["model"].get("num_heads"),
-    )
-    source, with_labels = f"train.init_from={train['init_from']}", train["init_from_label_table"]
+    train, num_classes = experiment.train, experiment.num_classes
+    own_heads = experiment.model_node.arguments.get("num_heads")
+    source, with_labels = f"train.init_from={train.init_from}", train.init_from_label_table
     without = "train.init_from_label_table=false keeps everything but the table of labels"
-    with torch.device("meta"):
-        net = build_net(config)
     try:
-        weights = read_weights(train["init_from"], shapes_only=True)
-        mismatch = find_mismatch(net, weights, with_labels)
-        num_heads = num_heads_of(weights, train["init_from_objective"])
+        weights = read_weights(train.init_from, shapes_only=True)
+        mismatch = find_mismatch(experiment.meta_net, weights, with_labels)
+        num_heads = num_heads_of(weights, train.init_from_objective)
     except ValueError as error:
         raise ValueError(f"train.init_from={error}") from error
     if mismatch is not None:
@@ -120,115 +105,109 @@ def check_init_shapes(config: dict[str, Any]) -> None:
         raise ValueError(f"data.num_classes={num_classes} {rule}")
 
 
-def open_data(config: dict[str, Any], launch: Launch) -> TrainingData:
-    """Open the data of a run, on the first rank before the others, and check that all ranks start alike."""
-    with launch.main_first():
-        dataset = build_node(config, "data")()
-    if config["train"]["masked_loss"] and not dataset.manifest.conditioning_type:
-        rule = "conditioning_type of the latent manifest must be mask or segmentation (data/README.md)"
-        raise ValueError(f"train.masked_loss=true needs masks: {rule}")
-    # Ranks that train on different things would average nonsense.
-    data = {"fingerprint of the data": dataset.describe()["fingerprint"], "code (sha256)": source_sha256()}
-    launch.assert_ranks_agree({**flatten(config), **data, "torch": torch.__version__})
-    return dataset
-
-
-def build_trainer(config: dict[str, Any], run: RunFolder, dataset: TrainingData, launch: Launch) -> Trainer:
+def build_trainer(experiment: Experiment, run: RunFolder, dataset: TrainingData, launch: Launch) -> Trainer:
     """Build all that a run needs, load its newest checkpoint if it has one, and only then write.
 
     The folder must be locked.
     """
-    train, device = config["train"], launch.device
-    saved = run.manifest()["resolved"] if run.has_results() else {}
-    # One rank decides for all.
-    resolved = launch.broadcast_from_main(partial(resolve_auto, config, saved, device, launch.world_size))
-    if resolved["keep_freed_memory"]:
-        keep_freed_memory()
-    bf16, micro_batch_size = resolved["mixed_precision"] == "bf16", resolved["micro_batch_size"]
-
-    memory, folder = free_memory(launch), run.path / "checkpoints"
-    with torch.device("meta"):  # before its memory is taken
-        least = Estimate(0.0, bytes_in_memory(config, build_net(config)), 0)
+    train, device = experiment.train, launch.device
+    resolved, memory = _resolve(experiment, run, launch), free_memory(launch)
+    # Before its memory is taken.
+    least = Estimate(0.0, bytes_in_memory(experiment), 0)
     launch.broadcast_from_main(lambda: check_resources(train, least, 0, memory, 0))
 
-    torch.manual_seed(config["seed"])
-    net = build_net(config).to(device)
-    init_from = _load_init(net, config, run)
-    ema = build_ema(config, net)
-    plan = build_route_plan(config, net)
-    prepared = _prepare(net, resolved["compile"], len(plan.lengths(train["masked_loss"])))
-    precond = build_precond(config, prepared)
-    bare_loss = build_loss(config, net)
-    loss = torch.autocast(device.type, torch.bfloat16, enabled=bf16)(bare_loss)
-    optimizer = build_optimizer(config, net.named_parameters())
+    torch.manual_seed(experiment.seed)
+    net = experiment.net().to(device)
+    init_from = _load_init(net, experiment, run)
+    ema, plan = experiment.ema(net), experiment.route_plan(net)
+    prepared = _prepare(net, resolved.compile, len(plan.lengths(train.masked_loss)))
+    precond, bare_loss = experiment.precond(prepared), experiment.loss(net)
+    loss = torch.autocast(device.type, torch.bfloat16, enabled=resolved.bf16)(bare_loss)
+    optimizer = experiment.optimizer(net.named_parameters())
 
     recorder = Recorder(launch, run)
-    evaluators = build_evaluators(config, run, dataset, launch, net, ema.net, bare_loss, resolved)
-    check_sweep_metric(config["sweep_metric"], evaluators)
-    batches = _build_batches(config, micro_batch_size, resolved["num_workers"], dataset, plan, recorder)
-    checkpoints = CheckpointFolder(folder, train["keep_last"], train["milestone_every"], launch)
-    settings = Settings(**{field.name: train[field.name] for field in fields(Settings)})
-
-    slowdown = fp32_slowdown(net, device, bf16)
+    evaluators = build_evaluators(experiment, run, dataset, launch, net, ema.net, bare_loss, resolved)
+    check_sweep_metric(experiment.sweep_metric, evaluators)
+    batches = _build_batches(experiment, resolved, dataset, recorder)
+    cost = cache(partial(cost_of, net, fp32_slowdown=fp32_slowdown(net, device, resolved.bf16)))
 
     def losses(ratios: tuple[float, ...]) -> torch.Tensor:
-        return micro_loss(precond, net, loss, micro_batch_size, device, Routing(ratios))
+        return micro_loss(precond, net, loss, resolved.micro_batch_size, device, Routing(ratios))
 
-    def predicted(ratios: tuple[float, ...]) -> float:
-        return cost_of(net, ratios, fp32_slowdown=slowdown).predicted_speedup
-
-    @cache
-    def training_flops(ratios: tuple[float, ...]) -> int:
-        return cost_of(net, ratios).routed_training_flops
-
-    speed_check = SpeedCheck(losses, precond, predicted, device, recorder) if train["check_speed"] else None
-    parts = (launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder, checkpoints)
-    work = Work(training_flops, specified_peak(device, bf16))
-    trainer = Trainer(*parts, StopRequest(train["max_time_sec"]), settings, work, speed_check)
-
-    coverage = _mask_coverage(plan, dataset, batches.token_mask, train["batch_size"])
-    if checkpoint := launch.broadcast_from_main(partial(checkpoints.newest_intact, recorder.show)):
-        trainer.resume(checkpoint)
-        if "speed_check" in run.manifest():
-            trainer.speed_check = None
+    trainer = Trainer(
+        *(launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder),
+        CheckpointFolder(run.path / "checkpoints", train.keep_last, train.milestone_every, launch),
+        StopRequest(train.max_time_sec),
+        Settings(**{field.name: getattr(train, field.name) for field in fields(Settings)}),
+        Work(lambda ratios: cost(ratios).routed_training_flops, specified_peak(device, resolved.bf16)),
+        SpeedCheck(losses, precond, lambda ratios: cost(ratios).predicted_speedup, device, recorder)
+        if train.check_speed
+        else None,
+    )
+    trainer.resume_newest()
+    if trainer.step and "speed_check" in run.manifest():
+        trainer.speed_check = None
     launch.barrier()  # all have read what the first rank is about to change
-
-    cost = cost_of(net, mask_coverage=coverage, fp32_slowdown=slowdown)
-
-    def start_writing() -> None:
-        details = {
-            "resolved": resolved,
-            "num_processes": launch.world_size,
-            **environment(device),
-            "overrides": chosen_overrides(),
-            "routes": plan.describe(train["masked_loss"]),
-            "cost": asdict(cost),
-            "data": dataset.describe(),
-            **({"init_from": init_from} if init_from else {}),
-            "scores": [evaluator.describe() for _, evaluator in evaluators],
-        }
-        details["changes"] = changes(run.manifest(), details) if checkpoint else []
-        takes = estimate(config, resolved, cost, net, launch, drawing_flops(evaluators))
-        left = train["total_steps"] - trainer.step
-        short = check_resources(train, takes, left, memory, free_disk(folder))
-        run.record_start(config, details, trainer.step)
-        recorder.open(build_node(config, "tracker")() if config["tracker"] else None, flatten(config))
-        print(summary(config, details, net, trainer.step, dataset.manifest, takes), flush=True)
-        for line in (*warnings(config, dataset.manifest), *short):
-            print(f"warning: {line}", flush=True)
-
-    launch.broadcast_from_main(start_writing)
+    expected = cost(mask_coverage=experiment.mask_coverage(dataset))
+    start = partial(_start_writing, experiment, resolved, trainer, dataset, run, init_from, expected, memory)
+    launch.broadcast_from_main(start)
     return trainer
 
 
-def _load_init(net: nn.Module, config: dict[str, Any], run: RunFolder) -> dict[str, Any] | None:
-    source = config["train"]["init_from"]
-    if not source or latest_checkpoint(run.path):
+def _resolve(experiment: Experiment, run: RunFolder, launch: Launch) -> Resolved:
+    """Resolve the options on one rank for all."""
+    saved = run.manifest()["resolved"] if run.has_results() else {}
+    resolved = launch.broadcast_from_main(
+        partial(resolve_auto, experiment, saved, launch.device, launch.world_size)
+    )
+    if resolved.keep_freed_memory:
+        keep_freed_memory()
+    return resolved
+
+
+def _start_writing(
+    experiment: Experiment,
+    resolved: Resolved,
+    trainer: Trainer,
+    dataset: TrainingData,
+    run: RunFolder,
+    init_from: dict[str, Any] | None,
+    cost: Cost,
+    memory: int,
+) -> None:
+    """Record the start of a run, and describe it."""
+    train, launch, evaluators = experiment.train, trainer.launch, trainer.evaluators
+    details = {
+        "resolved": resolved.record(),
+        "num_processes": launch.world_size,
+        **environment(launch.device),
+        "overrides": chosen_overrides(),
+        "routes": trainer.route_plan.describe(train.masked_loss),
+        "cost": asdict(cost),
+        "data": dataset.describe(),
+        **({"init_from": init_from} if init_from else {}),
+        "scores": [evaluator.describe() for _, evaluator in evaluators],
+    }
+    details["changes"] = changes(run.manifest(), details) if trainer.step else []
+    takes = estimate(experiment, resolved, cost, launch, drawing_flops(evaluators))
+    left, disk = train.total_steps - trainer.step, free_disk(trainer.checkpoints.folder)
+    short = check_resources(train, takes, left, memory, disk)
+    run.record_start(experiment.written, details, trainer.step)
+    tracker = experiment.tracker and experiment.tracker.bind()()
+    trainer.recorder.open(tracker, flatten(experiment.written))
+    print(summary(experiment, resolved, details, cost, trainer.step, dataset.manifest, takes), flush=True)
+    for line in (*warnings(train, dataset.manifest), *short):
+        print(f"warning: {line}", flush=True)
+
+
+def _load_init(net: nn.Module, experiment: Experiment, run: RunFolder) -> dict[str, Any] | None:
+    train = experiment.train
+    if not train.init_from or latest_checkpoint(run.path):
         return None
-    label_table = config["train"]["init_from_label_table"]
-    loaded = {**load_weights(net, source, label_table), "label_table": label_table}
+    label_table = train.init_from_label_table
+    loaded = {**load_weights(net, train.init_from, label_table), "label_table": label_table}
     file = Path(loaded["file"])
-    was, is_now = precond_of(file, config["train"]["init_from_objective"]), config["diffusion"]["precond"]
+    was, is_now = precond_of(file, train.init_from_objective).written, experiment.precond_node.written
     return {**loaded, "precond": was, "other_objective": was != is_now, "sha256": sha256(file)}
 
 
@@ -245,26 +224,23 @@ def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:
 
 
 def _build_batches(
-    config: dict[str, Any],
-    micro_batch_size: int,
-    num_workers: int,
+    experiment: Experiment,
+    resolved: Resolved,
     dataset: TrainingData,
-    plan: RoutePlan,
     recorder: Recorder,
 ) -> Batches:
-    launch, seed, masked = recorder.launch, config["seed"], config["train"]["masked_loss"]
-    sizes = {"batch_size": config["train"]["batch_size"], "micro_batch_size": micro_batch_size}
+    launch, seed, masked = recorder.launch, experiment.seed, experiment.train.masked_loss
+    sizes = {"batch_size": experiment.train.batch_size, "micro_batch_size": resolved.micro_batch_size}
     share = {"rank": launch.rank, "world_size": launch.world_size}
     order = {"seed": seed, **sizes, **share, "pin_memory": launch.device.type == "cuda"}
-    patch_size = config["data"]["input_size"] // isqrt(plan.num_tokens)
-    masks_to_tokens = partial(token_mask, patch_size=patch_size) if masked else None
+    masks_to_tokens = experiment.token_mask()
     if isinstance(dataset, ShardDataset):
         read = partial(ShardStream, dataset, **order)
         entries = shards_by_step(dataset, seed, **sizes, world_size=launch.world_size)
     else:
-        counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
+        counting = masks_to_tokens if experiment.routing.force_keep_overflow == "grow" else None
         masking = {"with_masks": masked, "token_mask": counting}
-        read = partial(stream, dataset, **order, **masking, num_workers=num_workers)
+        read = partial(stream, dataset, **order, **masking, num_workers=resolved.num_workers)
         entries = entries_by_step(dataset, seed, sizes["batch_size"])
 
     def check_std(std: torch.Tensor) -> None:
@@ -273,14 +249,3 @@ def _build_batches(
 
     to_latents = dataset.manifest.to_latents
     return Batches(launch, read, entries, to_latents, masks_to_tokens, check_std, seed, **sizes)
-
-
-def _mask_coverage(
-    plan: RoutePlan,
-    dataset: TrainingData,
-    masks_to_tokens: Callable[[torch.Tensor], torch.Tensor] | None,
-    batch_size: int,
-) -> float:
-    if masks_to_tokens is None or plan.force_keep_overflow != "grow":
-        return 0.0
-    return mask_coverage(dataset, masks_to_tokens, batch_size)

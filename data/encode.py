@@ -14,12 +14,12 @@ where it was stopped, on any number of processes; the first rank joins them in t
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.launch import Launch
 from runtime.lock import Lock
 from runtime.machine import PATIENCE, start_process
-from runtime.parts import RESUME, PartFolder, check_room
+from runtime.parts import RESUME, Arrays, PartCache, check_room
 from runtime.provenance import environment
 
 PART_IMAGES = 256
@@ -62,57 +62,56 @@ class EncodeConfig:
 
 
 @command("encode", EncodeConfig, __doc__)
-def main(request: dict[str, Any]) -> None:
+def main(request: EncodeConfig) -> None:
     """Check the request, encode the missing parts, and join all of them."""
     check_request(request)
-    for key in ("source", "masks"):
-        if request[key] is not None and not Path(request[key]).exists():
-            raise FileNotFoundError(f"{key}={request[key]} not found")
+    for key, path in (("source", request.source), ("masks", request.masks)):
+        if path is not None and not Path(path).exists():
+            raise FileNotFoundError(f"{key}={path} not found")
     launch = start_process(timeout=PATIENCE, tf32=False)  # latents are made once, for all runs
-    encoder = load_encoder(request["encoder"], launch.device, request["mixed_precision"] == "bf16")
+    encoder = load_encoder(request.encoder, launch.device, request.mixed_precision == "bf16")
     job = plan(request, encoder)
-    lock = lock_of(Path(request["out"]))
+    lock = lock_of(Path(request.out))
     try:
-        todo = launch.broadcast_from_main(partial(begin, job, lock, launch))
-        encode_parts(job, todo, encoder, launch)
-        launch.barrier()
+        launch.broadcast_from_main(partial(begin, job, lock, launch))
+        job.parts.fill(partial(encode_parts, job, encoder), launch, "encode")
         if launch.is_main:
             finish(job, launch)
     finally:
         lock.release()
 
 
-def check_request(request: dict[str, Any]) -> None:
-    check_out(request["out"])
-    check_positive("resolution", request["resolution"])
-    if request["num_held_out"] is not None:
-        check_not_negative("num_held_out", request["num_held_out"])
-    check_choice("conditioning_type", request["conditioning_type"], ("mask", "segmentation"))
-    if request["masks"] is None and request["conditioning_type"] != EncodeConfig.conditioning_type:
-        raise ValueError(f"conditioning_type={request['conditioning_type']} needs masks=FOLDER")
-    check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
+def check_request(request: EncodeConfig) -> None:
+    check_out(request.out)
+    check_positive("resolution", request.resolution)
+    if request.num_held_out is not None:
+        check_not_negative("num_held_out", request.num_held_out)
+    check_choice("conditioning_type", request.conditioning_type, ("mask", "segmentation"))
+    if request.masks is None and request.conditioning_type != EncodeConfig.conditioning_type:
+        raise ValueError(f"conditioning_type={request.conditioning_type} needs masks=FOLDER")
+    check_choice("mixed_precision", request.mixed_precision, ("no", "bf16"))
 
 
 @dataclass(frozen=True)
 class Job:
     """What is encoded."""
 
-    request: dict[str, Any]
+    request: EncodeConfig
     images: ImageList
     masks: MaskFiles | None
     manifest: LatentManifest  # as it is if no image is corrupt
-    parts: PartFolder  # arrays as `encode_part` gives them
+    parts: PartCache  # arrays as `encode_part` gives them
 
     def positions(self, part: int) -> range:
         """Positions of the images of a part."""
         return range(part * PART_IMAGES, min((part + 1) * PART_IMAGES, len(self.images.names)))
 
 
-def plan(request: dict[str, Any], encoder: Encoder) -> Job:
+def plan(request: EncodeConfig, encoder: Encoder) -> Job:
     """List the source and describe the folder to make of it."""
-    images = list_images(request["source"])
-    masks = MaskFiles(request["masks"], images.names) if request["masks"] else None
-    resolution, count, num_held_out = request["resolution"], len(images.names), request["num_held_out"]
+    images = list_images(request.source)
+    masks = MaskFiles(request.masks, images.names) if request.masks else None
+    resolution, count, num_held_out = request.resolution, len(images.names), request.num_held_out
     if resolution % encoder.factor:
         raise ValueError(f"resolution={resolution} must be a multiple of {encoder.factor} for {encoder.name}")
     manifest = LatentManifest(
@@ -126,19 +125,21 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         scale=encoder.scale,
         shift=encoder.shift,
         std=encoder.std,
-        hflip=request["hflip"],
+        hflip=request.hflip,
         resolution=resolution,
         class_names=images.class_names,
         untrained_classes=untrained_classes_of(images.labels, images.num_classes),
         num_held_out=min(MAX_HELD_OUT, -(-count // 100), count - 1) if num_held_out is None else num_held_out,
-        conditioning_type=request["conditioning_type"] if masks else None,
+        conditioning_type=request.conditioning_type if masks else None,
     )
     listed = "\n".join([*images.names, *map(str, [] if images.labels is None else images.labels)])
     digest = hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
     about = {
-        **{key: request[key] for key in ("resolution", "hflip", "mixed_precision")},
-        "source": str(Path(request["source"]).resolve()),
-        "masks": str(Path(request["masks"]).resolve()) if masks else None,
+        "resolution": resolution,
+        "hflip": request.hflip,
+        "mixed_precision": request.mixed_precision,
+        "source": str(Path(request.source).resolve()),
+        "masks": str(Path(request.masks).resolve()) if masks else None,
         "images_per_part": PART_IMAGES,
         "conditioning_type": manifest.conditioning_type,
         "encoder": encoder.name,
@@ -146,14 +147,14 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         "list_of_images": f"{count} images, {digest[:16]}",
         "orientation": ORIENTATION,  # of masks, too
     }
-    parts = PartFolder(Path(f"{Path(request['out'])}.partial"), about, -(-count // PART_IMAGES))
+    parts = PartCache(Path(f"{Path(request.out)}.partial"), about, count, PART_IMAGES)
     return Job(request, images, masks, manifest, parts)
 
 
-def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
-    """Take the lock of `out`, print what the source holds, and return the parts to do."""
-    images, out = job.images, job.request["out"]
-    launch.print(f"{len(images.names)} images in {job.request['source']}")
+def begin(job: Job, lock: Lock, launch: Launch) -> None:
+    """Take the lock of `out`, print what the source holds, and check that it has room."""
+    images, out = job.images, job.request.out
+    launch.print(f"{len(images.names)} images in {job.request.source}")
     launch.print(f"classes: {first_classes(job.manifest)}")
     for warning in class_warnings(job.manifest):
         launch.print(f"warning: {warning}")
@@ -162,34 +163,28 @@ def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
         launch.print(f"{len(images.ignored)} files are not images and are ignored: {some}")
     lock.acquire()
     check_out(out)
-    todo = job.parts.start()
+    missing = len(job.parts.missing())
     size = np.dtype(job.manifest.dtype).itemsize * int(np.prod(job.manifest.stored_shape))
-    check_room("out", Path(out), size + size * len(todo) // job.parts.num_parts)  # the parts, and the folder
-    return todo
+    check_room("out", Path(out), size + size * missing // job.parts.num_parts)  # the parts, and the folder
 
 
-def encode_parts(job: Job, todo: list[int], encoder: Encoder, launch: Launch) -> None:
-    """Encode this rank's share of the parts; the images of the next part are read meanwhile."""
-    mine = todo[launch.rank :: launch.world_size]
-    total, left = len(job.images.names), sum(len(job.positions(part)) for part in todo)
-    bar = {"total": total, "initial": total - left, "desc": "encode", "unit": "image"}
+def encode_parts(job: Job, encoder: Encoder, parts: list[int]) -> Iterator[tuple[int, Arrays]]:
+    """Encode parts; the images of the next part are read meanwhile."""
     threads = max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    with ThreadPoolExecutor(threads) as pool, tqdm(**bar, disable=not launch.is_main) as progress:
-        reads = ([pool.submit(read_pair, job, position) for position in job.positions(part)] for part in mine)
+    with ThreadPoolExecutor(threads) as pool:
+        reads = (
+            [pool.submit(read_pair, job, position) for position in job.positions(part)] for part in parts
+        )
         try:
             ahead = next(reads, [])
-            for part in mine:
+            for part in parts:
                 images, ahead = ahead, next(reads, [])
-                job.parts.write(part, encode_part(job, job.positions(part), images, encoder))
-                progress.update(min(len(images) * launch.world_size, total - progress.n))
-        except KeyboardInterrupt:
-            launch.print(f"\nstopped: the same command resumes from {job.parts.path}")
-            raise
+                yield part, encode_part(job, job.positions(part), images, encoder)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def encode_part(job: Job, positions: range, images: list[Future], encoder: Encoder) -> dict[str, np.ndarray]:
+def encode_part(job: Job, positions: range, images: list[Future], encoder: Encoder) -> Arrays:
     """Encode the images that can be read: latents (n, [2,] C', H, W), positions (n,), masks, and errors."""
     manifest, errors, good = job.manifest, [], []
     for position, future in zip(positions, images, strict=True):
@@ -222,7 +217,7 @@ def encode_part(job: Job, positions: range, images: list[Future], encoder: Encod
 
 def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Read an image (R, R, 3), and its mask at the size of the latents (H, W), both uint8."""
-    name, resolution = job.images.names[position], job.request["resolution"]
+    name, resolution = job.images.names[position], job.request.resolution
     with job.images.open(name) as file:
         picture = open_picture(file)
     image = to_pixels(picture, resolution)
@@ -240,9 +235,9 @@ def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
 def finish(job: Job, launch: Launch) -> None:
     """Join the parts, unless images are corrupt and skip_corrupt is false."""
     errors = corrupt_images(job)
-    out, count = job.request["out"], len(job.images.names) - len(errors)
+    out, count = job.request.out, len(job.images.names) - len(errors)
     origin = {
-        **job.parts.about,
+        **job.parts.key,
         "crop": "resized by box filter and bicubic, center-cropped, as ADM does",
         "left_out": errors,
         "environment": environment(launch.device),
@@ -273,7 +268,7 @@ def corrupt_images(job: Job) -> list[str]:
         report.write_text("".join(f"{error}\n" for error in errors))
         print(f"{len(errors)} of {count} images are corrupt, all of them in {report}:")
         print("\n".join(errors[:CORRUPT_SHOWN]))
-    if len(errors) == count or (errors and not job.request["skip_corrupt"]):
+    if len(errors) == count or (errors and not job.request.skip_corrupt):
         for part in np.flatnonzero([*map(len, by_part)]):
             job.parts.file(part).unlink()
         rule = "fix them, or leave them out with skip_corrupt=true, and run the same command again"

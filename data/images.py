@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 
 from runtime.arrays import ZIP_ERRORS, check_size, member_size, read_header
 from runtime.files import files_in
+from runtime.parts import Part
 
 LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".webp")
@@ -28,7 +29,6 @@ MAX_ASPECT = 50  # resized to the height of its crop, a line of pixels would tak
 # Folders that systems and tools put beside one's own.
 HIDDEN = (".", "__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 ORIENTATION = "turned as the EXIF orientation says, where it can be read"
-Batches = Iterator[tuple[int, np.ndarray]]
 
 
 class Files:
@@ -83,11 +83,9 @@ class Files:
 
 
 class _Images:
-    """Images in files, in no parts; what they cost is in their record, if anywhere."""
+    """Images in files, in no parts."""
 
     part_size = None
-
-    def cost(self) -> None: ...
 
 
 class NpzImages(_Images):
@@ -111,8 +109,8 @@ class NpzImages(_Images):
             raise ValueError(f"{self.path} cannot be read as an .npz with arr_0: {error}") from error
         self.count, self.shape = shape[0], shape[1:]
 
-    def batches(self, batch_size: int, parts: Iterable[int]) -> Batches:
-        """Yield (part, images) of parts in ascending order, each of `batch_size` images but for the last."""
+    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
+        """Yield parts in ascending order, each of `batch_size` images but for the last."""
         image_size, position = math.prod(self.shape), 0
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
@@ -123,7 +121,7 @@ class NpzImages(_Images):
                         member.read(image_size)
                     position = min(start + batch_size, self.count)
                     data = bytearray(member.read((position - start) * image_size))
-                    yield part, np.frombuffer(data, np.uint8).reshape(position - start, *self.shape)
+                    yield Part(part, np.frombuffer(data, np.uint8).reshape(position - start, *self.shape))
         except ZIP_ERRORS as error:
             raise ValueError(f"{self.path} is damaged: {error}") from error
 
@@ -149,8 +147,8 @@ class ImageFiles(_Images):
         self.count, self.shape = len(self._names), None
         self.shape = self._read(self._names[0]).shape
 
-    def batches(self, batch_size: int, parts: Iterable[int]) -> Batches:
-        """Yield (part, images) of parts, each of `batch_size` images but for the last."""
+    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
+        """Yield parts, each of `batch_size` images but for the last."""
         with ThreadPoolExecutor() as pool:
 
             def read(part: int) -> tuple[int, list[Future]]:
@@ -161,7 +159,7 @@ class ImageFiles(_Images):
             ahead = next(reads, None)
             while ahead:  # the next batch is read while this one is used
                 (part, images), ahead = ahead, next(reads, None)
-                yield part, np.stack([image.result() for image in images])
+                yield Part(part, np.stack([image.result() for image in images]))
 
     def _read(self, name: str) -> np.ndarray:
         try:

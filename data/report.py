@@ -6,7 +6,6 @@ python -m data.report path=latents/NAME encoder=FOLDER out=sheet.png
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -110,14 +109,14 @@ def _class_name(dataset: LatentDataset, label: int) -> str:
 
 
 @command("report", ReportConfig, __doc__)
-def main(request: dict[str, Any]) -> None:
+def main(request: ReportConfig) -> None:
     """Print the numbers, then draw the sheet."""
-    path, launch = Path(request["path"]), start_process(tf32=False)
-    file = Path(request["out"] or path.resolve().with_name(f"{path.resolve().name}_report.png"))
+    path, launch = Path(request.path), start_process(tf32=False)
+    file = Path(request.out or path.resolve().with_name(f"{path.resolve().name}_report.png"))
     dataset = open_latents(path)
     lines = [f"folder     {path}", *describe(dataset), *count_classes(dataset), describe_masks(dataset)]
     print("\n".join([*lines, *measure(dataset)]))
-    draw_sheet(dataset, file, launch.device, request["encoder"])
+    draw_sheet(dataset, file, launch.device, request.encoder)
     print(f"picture    {file}: entries with their classes, dark where masks have low weight")
 
 

@@ -3,7 +3,7 @@
 from diffusion.ddpm import DDPMLoss, DDPMPath, DDPMPrecond
 from diffusion.edm import EDMLoss, EDMPrecond, OptimalPrecond
 from diffusion.flow import FlowLoss, FlowPrecond
-from diffusion.generate import ImageSource, generate, random_labels
+from diffusion.generate import generate, random_labels
 from diffusion.guidance import CFG, AutoGuidance, Branch, Guidance, PathDropGuidance, SparseGuidance
 from diffusion.objective import Loss, Precond
 from diffusion.path import EDMPath, FlowPath, Path, VEPath, VPPath, on_path

@@ -1,7 +1,6 @@
 """The ADM suite: FID, sFID, inception score, precision and recall, and the kernel distance. [ADM]"""
 
 from pathlib import Path
-from typing import Any
 
 from evaluation.detectors.inception import NOTHING_CHECKED, NUM_POOL_FEATURES, InceptionDetector
 from evaluation.metrics import Metric
@@ -43,8 +42,7 @@ class AdmSuite(Suite):
         kid: bool,
         allow_unpublished_weights: bool,
         launch: Launch,
-        source: Any = None,
-        kept_in: Path | None = None,
+        features: Path | None = None,
     ):
         detector = InceptionDetector(weights, launch.device, allow_unpublished_weights)
         metrics: dict[str, Metric] = {
@@ -56,8 +54,8 @@ class AdmSuite(Suite):
             metrics["precision_recall"] = PrecisionRecall(exact_distances, launch.device)
         if kid:
             metrics["kid"] = KernelDistance()
-        options = {"num_samples": num_samples, "labels": labels, "source": source, "batch_size": batch_size}
-        options |= {"launch": launch, "kept_in": kept_in}
+        options = {"num_samples": num_samples, "labels": labels, "batch_size": batch_size}
+        options |= {"launch": launch, "features": features}
         super().__init__(reference, detector=detector, metrics=metrics, **options)
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:

@@ -9,7 +9,10 @@ import torch
 import torch.nn as nn
 from tqdm import tqdm
 
+from evaluation.features import extract, new_cache
 from evaluation.pictures import OVER_TIME, row_height, save_grid, save_over_time, text_picture
+from evaluation.suite import Suite
+from runtime.launch import Launch
 
 NUM_LEVELS, NUM_DRAWS = 5, 65536  # of noise, as likely in training; draws that tell where they begin
 
@@ -80,31 +83,63 @@ class DenseLoss:
         return means
 
 
-class SampleGrid:
-    """Write a grid of samples as a PNG, and one of all steps beside it; show small ones in the terminal.
+class ScoreSamples:
+    """Draw samples and score them by a suite; print its warnings the first time.
 
     Args:
-        source: source(num_samples) -> (images, labels), source.captions(labels) names them.
-        write: True on the first rank; the others only take part in the sampling.
+        samples: draws them, see `builders.drawing.Drawing`.
+        folder: of finished parts, for an evaluation that is killed.
     """
 
-    def __init__(self, source: Any, folder: Path, num_samples: int, columns: int, write: bool):
-        self.source, self.folder, self.write = source, folder, write
-        self.num_samples, self.columns = num_samples, columns
+    def __init__(self, suite: Suite, samples: Any, folder: Path):
+        self.suite, self.samples, self._folder, self._warned = suite, samples, folder, False
+        suite.check(samples.count, samples.shape, "evaluation")
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of what it returns."""
+        return self.suite.keys(self.samples.count)
+
+    def describe(self) -> dict[str, Any]:
+        """What the scores depend on."""
+        return {**self.suite.describe(), "num_samples": self.samples.count, "labels": self.suite.labels}
+
+    def __call__(self, step: int) -> dict[str, float]:
+        """Return the scores, on the first rank."""
+        key = {"step": step, **self.describe(), **self.samples.key(), **self.suite.detector_key()}
+        cache = new_cache(self.samples, self._folder, key, replace=True)
+        scores = self.suite.score(self.samples, self.samples.labels(), cache)
+        if self.suite.launch.is_main:
+            cache.remove()
+        if not self._warned:
+            for metric, reason in scores.left_out.items():
+                tqdm.write(f"{metric} is left out: {reason}")
+            for warning in scores.warnings:
+                tqdm.write(f"note: {warning}")
+        self._warned = True
+        return scores.values
+
+
+class SampleGrid:
+    """Write a grid of samples as a PNG, and one of all steps beside it; show small ones in the terminal."""
+
+    def __init__(self, samples: Any, folder: Path, columns: int, launch: Launch):
+        self.samples, self.folder, self.columns, self._launch = samples, folder, columns, launch
 
     def describe(self) -> dict[str, Any]:
         """What the picture depends on."""
-        return {"name": type(self).__name__, "num_samples": self.num_samples}
+        return {"name": type(self).__name__, "num_samples": self.samples.count}
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
         """Return the picture (height, width, C) uint8, on the first rank."""
         with torch.compiler.set_stance("force_eager"):  # another batch than that of scores
-            images, labels = self.source(self.num_samples)
-        if not self.write:
+            parts = extract(None, self.samples, launch=self._launch)
+        if not self._launch.is_main:
             return {}
+        images, labels = np.concatenate([part["images"] for part in parts]), self.samples.labels()
         file = self.folder / f"step_{step:08d}.png"
         try:
-            captions = self.source.captions(labels)
+            captions = self.samples.captions(labels)
             grid = save_grid(images, file, self.columns, captions)
         except OSError as error:  # such as a full disk: a picture is not worth ending a run
             tqdm.write(f"warning: {file} could not be written: {error}\n{text_picture(images)}")

@@ -5,22 +5,20 @@ on, and other metrics of the same features need no second pass.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from runtime.launch import Launch
-from runtime.parts import PartFolder
+from runtime.parts import Arrays, Part, PartCache
 
 Detector = Callable[[np.ndarray], dict[str, np.ndarray | torch.Tensor]]
 # A kind of statistic (FeatureStatistics, AllFeatures, or a metric's own), and the features that it is of.
 Need = tuple[type, str]
-Arrays = dict[str, np.ndarray]
 # Beside the features of a part: the hash of its images as 32 bytes, and what an image cost.
 DIGEST, COST = "images_sha256", "cost"
 COST_KEYS = ("network_evaluations", "flops")
@@ -32,19 +30,15 @@ class Images(Protocol):
     Args:
         count: their number.
         shape: (H, W, C) of an image.
-        part_size: in parts of how many images they come; None: of as many as a detector likes.
+        part_size: number of images in a part; None: as many as a detector takes.
     """
 
     count: int
     shape: tuple[int, ...]
     part_size: int | None
 
-    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (part, images (n, H, W, C) uint8); part i begins at image i * batch_size."""
-        ...
-
-    def cost(self) -> np.ndarray | None:
-        """Cost of an image, to be kept with each part; None: nothing."""
+    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
+        """Yield parts; part i begins at image i * batch_size."""
         ...
 
 
@@ -56,13 +50,10 @@ class ArrayImages:
     def __init__(self, array: np.ndarray):
         self.array, self.count, self.shape = array, len(array), array.shape[1:]
 
-    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (part, images)."""
+    def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
+        """Yield parts."""
         for part in parts:
-            yield part, self.array[part * batch_size : (part + 1) * batch_size]
-
-    def cost(self) -> None:
-        """None: they cost nothing."""
+            yield Part(part, self.array[part * batch_size : (part + 1) * batch_size])
 
 
 @dataclass
@@ -70,78 +61,94 @@ class FeatureSet:
     """Statistics of the features of a set of images: features[FeatureStatistics, "pool"].mean.
 
     Args:
-        labels: (N,) classes that were requested, where the images have any.
         cost: of an image, on average over the parts, where the images cost something.
+        images_sha256: the hash of the hashes of the images, part by part.
+        labels: (N,) classes that were requested, where the images have any.
     """
 
-    num_images: int = 0
-    cost: np.ndarray | None = None
     statistics: dict[Need, Any] = field(default_factory=dict)
+    cost: np.ndarray | None = None
+    images_sha256: str = ""
     labels: np.ndarray | None = None
 
     def __getitem__(self, need: Need) -> Any:
         return self.statistics[need]
 
 
-def look(
+def extract(
     detector: Detector | None,
     images: Images,
+    cache: PartCache | None = None,
     *,
-    batch_size: int | None,
+    batch_size: int | None = None,
     launch: Launch,
-    description: str,
-    kept: PartFolder | None = None,
-    replace: bool = False,
+    description: str = "",
+    after_part: Callable[[], None] = lambda: None,
 ) -> Iterator[Arrays]:
     """Extract the features of all images, and return the arrays of each part, in order, on the first rank.
 
     Args:
-        detector: gives the features; None: the images themselves are kept, as `images`.
-        batch_size: images that the detector takes at a time, at most; None: all of a part.
-        kept: where finished parts are, and go; None: in memory.
-        replace: what is kept there of another job may be removed.
+        detector: None: the images themselves are the features, as `images`.
+        cache: see `new_cache`; None: in memory, without a progress bar.
+        batch_size: images that the detector takes at a time, at most; None: all, as one part, on the first
+            rank, and the images are cached.
+        description, after_part: see `PartCache.fill`.
     """
-    size = images.part_size or batch_size or images.count
+    each_part, size = None if batch_size is None else detector, part_size(images, batch_size)
+
+    def make(indices: Iterable[int]) -> Iterator[tuple[int, Arrays]]:
+        for part in images.batches(size, indices):
+            arrays = {"images": part.images}
+            if each_part is not None:
+                arrays = features_of(each_part, part.images, batch_size)
+            arrays[DIGEST] = digest_of_images(part.images)
+            yield part.index, arrays if part.cost is None else arrays | {COST: part.cost}
+
     num_parts = -(-images.count // size)
-    found: dict[int, Arrays] = {}
-    with ExitStack() as held:
-        if kept is not None and launch.is_main:
-            held.enter_context(kept.lock())
-        if kept is not None and launch.world_size == 1:
-            held.enter_context(kept.left_if_filled())
-        todo = launch.broadcast_from_main(lambda: kept.start(replace) if kept else range(num_parts))
-        finished = images.count - sum(min(size, images.count - part * size) for part in todo)
-        bar = {"total": images.count, "initial": finished, "desc": description, "unit": "image"}
-        quick = detector is None and kept is None  # images in memory, or in a file
-        with tqdm(**bar, disable=quick or not launch.is_main) as progress:
-            for part, batch in images.batches(size, todo[launch.rank :: launch.world_size]):
-                arrays = {DIGEST: digest_of_images(batch)}
-                arrays |= {"images": batch} if detector is None else features_of(detector, batch, batch_size)
-                if (cost := images.cost()) is not None:
-                    arrays[COST] = cost
-                if kept is None:
-                    found[part] = arrays
-                else:
-                    kept.write(part, arrays)
-                progress.update(min(len(batch) * launch.world_size, images.count - progress.n))
-        if kept is None:
-            found = dict(launch.gather_items([*found.items()]))
-        launch.barrier()
+    if cache is None:
+        made = dict(launch.gather_items([*make(range(launch.rank, num_parts, launch.world_size))]))
+    else:
+        cache.fill(make, launch, description, after_part)
     if not launch.is_main:
         return iter(())
-    if kept is not None and (missing := len(set(range(num_parts)) - kept.done())):
-        raise ValueError(f"{missing} of {num_parts} parts did not come: run the same command again")
-    return (found[i] if kept is None else kept.read(i) for i in range(num_parts))
+    parts = map(made.pop if cache is None else cache.read, range(num_parts))
+    return parts if detector is each_part else iter([_at_once(detector, [*parts])])
+
+
+def _at_once(detector: Detector, parts: list[Arrays]) -> Arrays:
+    images = np.concatenate([arrays["images"] for arrays in parts])
+    joined = {**features_of(detector, images, None), DIGEST: digest_of_images(images)}
+    costs = [arrays[COST] for arrays in parts if COST in arrays]
+    return joined | {COST: np.mean(costs, axis=0)} if costs else joined
+
+
+def part_size(images: Images, batch_size: int | None) -> int:
+    """Number of images in a part."""
+    return images.part_size or batch_size or images.count
+
+
+def new_cache(
+    images: Images,
+    path: Path,
+    key: Mapping[str, Any],
+    batch_size: int | None = None,
+    hint: str = "remove it",
+    replace: bool = False,
+) -> PartCache:
+    """A cache of the parts of images; arguments as in `PartCache`."""
+    size = part_size(images, batch_size)
+    key = {**key, "part_size": size, "num_images": images.count}
+    return PartCache(path, key, images.count, size, hint, replace)
 
 
 def add_up(
     parts: Iterable[Arrays], needs: Iterable[Need], num_images: int, device: torch.device
-) -> tuple[FeatureSet, str]:
+) -> FeatureSet:
     """Add up statistics of the features in parts that come in order, and hash the images.
 
     Memory grows with the number of images only where AllFeatures are needed.
     """
-    found, num_seen, digest = FeatureSet(num_images), 0, hashlib.sha256()
+    found, num_seen, digest = FeatureSet(), 0, hashlib.sha256()
     needs, costs = set(needs), []
     for arrays in parts:
         digest.update(arrays.pop(DIGEST).tobytes())
@@ -154,8 +161,8 @@ def add_up(
         num_seen += len(next(iter(arrays.values())))
     if num_seen != num_images:
         raise ValueError(f"{num_seen} images came instead of {num_images}")
-    found.cost = np.mean(costs, axis=0) if costs else None
-    return found, digest.hexdigest()
+    found.cost, found.images_sha256 = np.mean(costs, axis=0) if costs else None, digest.hexdigest()
+    return found
 
 
 def features_of(detector: Detector, batch: np.ndarray, batch_size: int | None) -> Arrays:

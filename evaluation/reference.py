@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evaluation.detectors.inception import InceptionDetector
-from evaluation.features import Images, Need, add_up, look
+from evaluation.features import Images, Need, add_up, extract
 from evaluation.files import fingerprint
 from evaluation.statistics import FeatureStatistics
 from runtime.arrays import ZIP_ERRORS, array_names, member_size, read_header, read_member
 from runtime.files import atomic_write
 from runtime.launch import Launch
-from runtime.parts import PartFolder
+from runtime.parts import PartCache
 
 NUM_KEPT = 10_000  # images that a reference carries, for precision and recall, as those of [ADM]
 # The arrays of a reference: mean and covariance of features, by their name.
@@ -154,21 +154,21 @@ def make_reference(
     file: Path,
     batch_size: int,
     launch: Launch,
-    kept: PartFolder | None = None,
+    cache: PartCache | None = None,
 ) -> dict[str, Any]:
     """Write a reference in the layout of [ADM], and return a record of it on the first rank.
 
     It holds mu, sigma, mu_s, sigma_s of all images, up to 10,000 of them as arr_0, and as `weights` the hash
-    of the network's tensors. Finished parts of the features are kept in `kept`.
+    of the network's tensors.
     """
     keep = evenly_spaced(images.count, NUM_KEPT)
     options = {"batch_size": batch_size, "launch": launch, "description": "features of reference"}
-    parts = look(detector, images, **options, kept=kept)
+    parts = extract(detector, images, cache, **options)
     if not launch.is_main:
         return {}
     needs = [(FeatureStatistics, name) for name in STATISTICS]
-    found, _ = add_up(parts, needs, images.count, launch.device)
-    chosen = dict(images.batches(1, keep.tolist()))
+    found = add_up(parts, needs, images.count, launch.device)
+    chosen = {part.index: part.images for part in images.batches(1, keep.tolist())}
     arrays = {"arr_0": np.concatenate([chosen[i] for i in keep.tolist()])}
     arrays |= {"weights": np.array(detector.record["tensors_sha256"])}
     for name, (mu, sigma) in STATISTICS.items():

@@ -1,8 +1,6 @@
-"""A suite: metrics of a detector's features of samples against a reference, also during training."""
+"""A suite: metrics of a detector's features of images against a reference."""
 
-import hashlib
 import inspect
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,27 +8,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from evaluation.features import (
-    COST,
     COST_KEYS,
-    DIGEST,
     Detector,
     FeatureSet,
     Images,
     Need,
     add_up,
-    digest_of_images,
-    features_of,
-    look,
+    extract,
+    new_cache,
+    part_size,
 )
 from evaluation.metrics import Metric
 from evaluation.reference import STATISTICS, Reference
 from evaluation.statistics import FeatureStatistics
 from runtime.files import sha256
 from runtime.launch import Launch
-from runtime.parts import PartFolder
+from runtime.parts import PartCache, digest_of
 from runtime.provenance import source_sha256
 
 
@@ -51,21 +46,15 @@ class Scores:
 
 
 class Suite:
-    """evaluator(step): draw samples during training and score them; `score` takes any others.
-
-    Metrics are computed on the first rank. The reference's own images are looked at once, when they are first
-    needed.
+    """Score images; metrics are computed on the first rank.
 
     Args:
         reference: what to score against; in a YAML file a path, or null: the training images of the data.
         detector, metrics: named in the YAML file.
-        num_samples, labels: how many samples to draw during training, with labels `random` or `balanced`.
-        source: draws samples: source.with_labels(labels), .images(num_samples), .labels(num_samples),
-            .image_shape, .describe(). None where only `score` is called.
+        num_samples, labels: of the samples that a training draws; labels are `random` or `balanced`.
         batch_size: images that the detector takes at a time, on every rank; None: all of them at once, on the
             first, for small images.
-        kept_in: folder for finished parts, of references and of the samples of a training; None: they stay
-            in memory.
+        features: folder of the cached features of references and files; None: in memory.
     """
 
     def __init__(
@@ -77,15 +66,13 @@ class Suite:
         num_samples: int,
         labels: str,
         launch: Launch,
-        source: Any = None,
         batch_size: int | None = None,
-        kept_in: Path | None = None,
+        features: Path | None = None,
     ):
         self.reference, self.detector, self.metrics = reference, detector, list(metrics.values())
         self.num_samples, self.labels, self.batch_size, self.launch = num_samples, labels, batch_size, launch
-        self.source = None if source is None else source.with_labels(labels)
         self.detector_config: dict[str, Any] | None = None  # where one is known, its part of a YAML file
-        self._kept_in, self._reference_features, self._warned = kept_in, None, False
+        self._folder, self._reference_features = features, None
         record = getattr(detector, "record", {})
         weights = record.get("tensors_sha256")
         if reference.statistics and (weights is None or reference.made_by not in (None, weights)):
@@ -96,15 +83,13 @@ class Suite:
             )
         if reference.images is not None:
             self.check(reference.images.count, reference.images.shape, "reference images")
-        if source is not None:
-            self.check(num_samples, source.image_shape, "evaluation")
         if hasattr(detector, "fit") and batch_size:
             raise ValueError("batch_size must be null for a detector that is fitted, on the first rank alone")
         if hasattr(detector, "fit") and launch.is_main:
             if reference.labels is None:
                 raise ValueError(f"{reference.name} must hold images with labels, to fit a classifier on")
-            ((_, images),) = reference.images.batches(reference.images.count, [0])
-            detector.fit(images, reference.labels)
+            (part,) = reference.images.batches(reference.images.count, [0])
+            detector.fit(part.images, reference.labels)
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
         """Raise a ValueError where images, called `name` in errors, cannot be scored."""
@@ -123,90 +108,55 @@ class Suite:
             rule = f"must be a class of the reference, from {known[0]} to {known[-1]}"
             raise ValueError(f"{name}: label {others[0]} {rule}")
 
-    @property
-    def keys(self) -> list[str]:
-        """The keys of what it returns."""
-        return [self.named(key, self.num_samples) for metric in self.metrics for key in metric.keys]
+    def keys(self, num_images: int) -> list[str]:
+        """The keys of the scores of so many images."""
+        return [self.named(key, num_images) for metric in self.metrics for key in metric.keys]
 
     def describe(self) -> dict[str, Any]:
-        """Everything that the scores depend on."""
-        drawn = {} if self.source is None else {"num_samples": self.num_samples, "labels": self.labels}
+        """Everything that the scores of images depend on."""
         return {
             "detector": {"name": type(self.detector).__name__, **getattr(self.detector, "record", {})},
             "metrics": [metric.describe() for metric in self.metrics],
             "batch_size": self.batch_size,
             "reference": self.reference.describe(),
-            **drawn,
         }
 
-    def __call__(self, step: int) -> dict[str, float]:
-        """Draw samples and return their scores, on the first rank; warn the first time.
-
-        Finished parts of the same weights are used again: those of an evaluation that was killed.
-        """
-        labels, kept = self.source.labels(self.num_samples), None
-        labels = None if labels is None else labels.numpy()
-        images = self.source.images(self.num_samples)
-        if self._kept_in is not None:
-            about = {"step": step, **self.describe(), **self.source.describe(), **self.looks_with()}
-            kept = self.parts_in(self._kept_in / "samples", about, images)
-        scores = self.score(images, labels, kept, replace=True)
-        if kept is not None and self.launch.is_main:
-            kept.remove()
-        if not self._warned:
-            for metric, reason in scores.left_out.items():
-                tqdm.write(f"{metric} is left out: {reason}")
-            for warning in scores.warnings:
-                tqdm.write(f"note: {warning}")
-        self._warned = True
-        return scores.values
-
-    def part_size(self, images: Images) -> int:
-        """Number of images in a part."""
-        return images.part_size or self.batch_size or images.count
-
-    def looks_with(self) -> dict[str, Any]:
-        """The settings that features depend on, beside the images."""
+    def detector_key(self) -> dict[str, Any]:
+        """Everything that features depend on, besides the images."""
         return {**code_of(self.detector), "detector_config": self.detector_config}
 
-    def parts_in(self, path: Path, about: dict[str, Any], images: Images) -> PartFolder:
-        """A folder for the parts of images."""
-        part_size = self.part_size(images)
-        about = json.loads(json.dumps({**about, "part_size": part_size, "num_images": images.count}))
-        return PartFolder(path, about, -(-images.count // part_size))
+    def cache(self, kind: str, key: Mapping[str, Any], images: Images) -> PartCache | None:
+        """The cache of the features of images, in a folder named by everything they depend on.
 
-    def parts_named(self, kind: str, about: dict[str, Any], images: Images) -> PartFolder | None:
-        """A folder for the features of images that is named by all that they depend on."""
-        if self._kept_in is None or self.batch_size is None:
+        None: in memory, for a detector that takes all images at once.
+        """
+        if self._folder is None or self.batch_size is None:
             return None
-        about = {**about, **self.looks_with(), "part_size": self.part_size(images)}
-        return self.parts_in(self._kept_in / f"{kind}-{digest_of(about)}", about, images)
+        key = {**key, **self.detector_key(), "part_size": part_size(images, self.batch_size)}
+        return new_cache(images, self._folder / f"{kind}-{digest_of(key)}", key, self.batch_size)
 
     def score(
-        self,
-        images: Images,
-        labels: np.ndarray | None = None,
-        kept: PartFolder | None = None,
-        replace: bool = False,
+        self, images: Images, labels: np.ndarray | None = None, cache: PartCache | None = None
     ) -> Scores:
         """Return the scores of images on the first rank; collective on all of them.
 
         Args:
-            kept, replace: see `features.look`.
+            cache: see `features.extract`.
         """
         if labels is None and any(metric.needs_labels for metric in self.metrics):
             keys = [key for metric in self.metrics if metric.needs_labels for key in metric.keys]
             raise ValueError(f"{', '.join(keys)} cannot be computed: the samples have no labels")
         if self._reference_features is None:  # first: what cannot be used shows before a sample is drawn
-            self._reference_features = self._look_at_reference()
+            self._reference_features = self._extract_reference()
         reference = self._reference_features
         needs, num_images = {need for metric in self.metrics for need in metric.needs}, images.count
-        samples, digest = self._extract(images, needs, "features of samples", kept, replace)
+        samples = self._extract(images, needs, "features of samples", cache)
         if not self.launch.is_main:
             return Scores()
         samples.labels = labels
         cost = None if samples.cost is None else dict(zip(COST_KEYS, samples.cost.tolist(), strict=True))
-        scores = Scores(num_images, digest, cost, warnings=self.warnings(num_images, images.shape))
+        warnings = self.warnings(num_images, images.shape)
+        scores = Scores(num_images, samples.images_sha256, cost, warnings=warnings)
         for metric in self.metrics:
             lacking = [need for need in metric.needs_of_reference if need not in reference.statistics]
             if lacking:
@@ -232,39 +182,25 @@ class Suite:
             return "the reference has no images (arr_0)"
         return f"the reference has no {' and '.join(STATISTICS.get(name, (f'statistics of {name}',)))}"
 
-    def _look_at_reference(self) -> FeatureSet:
+    def _extract_reference(self) -> FeatureSet:
         known, images = self.reference.statistics, self.reference.images
         needs = {need for metric in self.metrics for need in metric.needs_of_reference}
         if known:  # of all images, of which a reference may carry some
             needs = {(kind, name) for kind, name in needs if kind is not FeatureStatistics}
         if not needs or images is None:
-            return FeatureSet(statistics=dict(known))
-        kept = self.parts_named("reference", {"reference": self.reference.describe()}, images)
-        found, _ = self._extract(images, needs, "features of reference", kept)
-        return FeatureSet(images.count, statistics={**known, **found.statistics})
+            return FeatureSet(dict(known))
+        cache = self.cache("reference", {"reference": self.reference.describe()}, images)
+        found = self._extract(images, needs, "features of reference", cache)
+        return FeatureSet({**known, **found.statistics})
 
     def _extract(
-        self,
-        images: Images,
-        needs: set[Need],
-        description: str,
-        kept: PartFolder | None,
-        replace: bool = False,
-    ) -> tuple[FeatureSet, str]:
-        detector = None if self.batch_size is None else self.detector
+        self, images: Images, needs: set[Need], description: str, cache: PartCache | None
+    ) -> FeatureSet:
         options = {"batch_size": self.batch_size, "launch": self.launch, "description": description}
-        parts = look(detector, images, **options, kept=kept, replace=replace)
+        parts = extract(self.detector, images, cache, **options)
         if not self.launch.is_main:
-            return FeatureSet(), ""
-        if detector is not None:
-            return add_up(parts, needs, images.count, self.launch.device)
-        drawn = [*parts]  # all images at once
-        whole = np.concatenate([arrays["images"] for arrays in drawn])
-        together = {DIGEST: digest_of_images(whole), **features_of(self.detector, whole, None)}
-        found, digest = add_up([together], needs, images.count, self.launch.device)
-        costs = [arrays[COST] for arrays in drawn if COST in arrays]
-        found.cost = np.mean(costs, axis=0) if costs else None
-        return found, digest
+            return FeatureSet()
+        return add_up(parts, needs, images.count, self.launch.device)
 
 
 def code_of(detector: Detector) -> dict[str, Any]:
@@ -276,8 +212,3 @@ def code_of(detector: Detector) -> dict[str, Any]:
         "torch": torch.__version__,
         "device": str(getattr(detector, "device", "cpu")).partition(":")[0],
     }
-
-
-def digest_of(about: dict[str, Any]) -> str:
-    """A short hash that names the folder of parts."""
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]

@@ -32,7 +32,8 @@ from accelerate import Accelerator
 from omegaconf import MISSING, DictConfig
 from torch import Tensor
 
-from builders import config as configuration
+from builders.config import register, resolve
+from builders.experiment import check_routes
 from data import StreamOrder
 from models import token_mask
 from routing import Route, RoutePlan, Routing, attach, from_simpletuner, norm_router, random_router
@@ -93,7 +94,7 @@ class FinetuneConfig:
     seed: int = 0
 
 
-configuration.register("finetune", FinetuneConfig)
+register("finetune", FinetuneConfig)
 
 
 class Family(NamedTuple):
@@ -246,7 +247,7 @@ def flow_loss(
 def main(cfg: DictConfig) -> None:
     """Check, load, train from the newest checkpoint, and save the adapters or the weights."""
     with user_mistakes():
-        request = FinetuneConfig(**configuration.resolve(cfg))
+        request = FinetuneConfig(**resolve(cfg))
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
         check_request(request)
         if (size := request.batch_size) % num_processes:
@@ -399,7 +400,7 @@ def load_model(request: FinetuneConfig, device: torch.device) -> tuple[nn.Module
 
 
 def _attach(transformer: nn.Module, request: FinetuneConfig) -> tuple[Route, ...]:
-    routes = [Route(**fields) for fields in configuration.check_routes("routes", request.routes)]
+    routes = [Route(**fields) for fields in check_routes("routes", request.routes)]
     return attach(transformer, routes, router=ROUTERS[request.router]) if routes else ()
 
 
@@ -466,9 +467,7 @@ def build_trainer(
         settings=Settings(*intervals, MAX_GRAD_NORM, MAX_SKIPPED_STEPS),
         work=None,
     )
-    newest = partial(trainer.checkpoints.newest_intact, trainer.recorder.show)
-    if checkpoint := launch.broadcast_from_main(newest):
-        trainer.resume(checkpoint)
+    trainer.resume_newest()
     launch.barrier()  # all ranks have read before anything is written
     return trainer
 

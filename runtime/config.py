@@ -1,21 +1,16 @@
 """Hydra and OmegaConf, whatever is configured: errors in one line, jobs of sweeps, keys, types, targets."""
 
 import gc
-import inspect
 import os
 import shlex
 import signal
 import sys
 import traceback
-import types
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, make_dataclass
-from functools import partial, reduce, wraps
-from operator import getitem
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass
+from functools import wraps
+from typing import Any, TypeVar
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -29,11 +24,12 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runtime.command_line import SCHEMA, explanation, is_of_hydra, options_first
-from runtime.errors import UserError, did_you_mean
+from runtime.errors import UserError, check_choice, did_you_mean
 from runtime.lock import TRY_AGAIN, Busy
 from runtime.sweep import is_main, job_name, record_end, start_sweep, summary, take_ended
-from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target, walk
+from runtime.targets import CONFIGS, walk
 
+T = TypeVar("T")
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 
 
@@ -45,13 +41,12 @@ def register_with_hydra(program: str, schema: type, resolvers: Mapping[str, Call
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
-def command(
-    name: str, schema: type, about: str
-) -> Callable[[Callable[[dict[str, Any]], None]], Callable[[], None]]:
+def command(name: str, schema: type[T], about: str) -> Callable[[Callable[[T], None]], Callable[[], None]]:
     """Decorate the main function of a program without groups, `python -m ROOM.NAME KEY=VALUE ...`.
 
     Args:
-        schema: a dataclass of its keys; those without a default must be given.
+        schema: a dataclass of its keys, of which the function is given an instance; those without a default
+            must be given.
         about: the text of --help, which lists the keys below it.
     """
     register_with_hydra(name, schema, {})
@@ -66,10 +61,10 @@ def command(
     node = {"defaults": [f"{name}{SCHEMA}", "_self_", *quiet], "hydra": options}
     ConfigStore.instance().store(name=name, node=node)
 
-    def decorate(main: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+    def decorate(main: Callable[[T], None]) -> Callable[[], None]:
         def checked(cfg: DictConfig) -> None:
             with user_mistakes():
-                main(to_plain(cfg))
+                main(schema(**to_plain(cfg)))
 
         return hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(checked)
 
@@ -222,56 +217,24 @@ def chosen_overrides() -> list[str]:
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
     """Compose the configuration of a training, within a program or outside of one."""
+    with _composing():
+        return compose("config", list(overrides))
+
+
+def compose_group(group: str, choice: str, key: str) -> dict[str, Any]:
+    """Compose one option of a group, which a program calls `key`.
+
+    Raises:
+        ValueError: the group has no such option.
+    """
+    with _composing():
+        options = GlobalHydra.instance().config_loader().get_group_options(group)
+        check_choice(key, choice, options)
+        return OmegaConf.to_container(compose(f"{group}/{choice}"))[group]
+
+
+def _composing() -> AbstractContextManager[None]:
+    """Hydra as the running program has started it, with its folders of configurations; else with ours."""
     if GlobalHydra.instance().is_initialized():
-        return compose("config", list(overrides))
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return compose("config", list(overrides))
-
-
-def build_node(config: dict[str, Any], key: str) -> Callable[..., Any]:
-    """Import the `_target_` of the node at a dotted key, and bind the node's other entries to it."""
-    node = reduce(getitem, key.split("."), config)
-    check_targets(node, allowed_targets(config_folders()), key)  # again: on the very node that is built
-    arguments = {name: value for name, value in node.items() if name != "_target_"}
-    return partial(load_target(f"{key}._target_", node["_target_"]), **arguments)
-
-
-def config_folders() -> tuple[Path, ...]:
-    """Folders whose files say what may be built: our own, and those of the command line."""
-    sources = HydraConfig.get().runtime.config_sources if HydraConfig.initialized() else []
-    given = [Path(source.path) for source in sources if source.schema == "file"]
-    return (CONFIGS, *(folder for folder in given if folder.resolve() != CONFIGS))
-
-
-def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Check names and plain types of arguments against a signature, and return them converted."""
-    parameters = inspect.signature(target).parameters
-    # What stands before / comes from the caller.
-    parameters = {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.POSITIONAL_ONLY}
-    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    for name, value in given.items():
-        if name not in parameters:
-            hint = did_you_mean(name, parameters) or f": {target.__name__} takes {', '.join(parameters)}"
-            raise ValueError(f"{key}.{name}={value} is not known{hint}")
-    checked = {}
-    for name, parameter in parameters.items():
-        plain = _plain(hints.get(name, Any))
-        if name in given:
-            schema = make_dataclass("Argument", [(name, plain)])
-            try:
-                checked[name] = OmegaConf.to_container(OmegaConf.structured(schema(given[name])))[name]
-            except OmegaConfBaseException as error:
-                expected = getattr(hints[name], "__name__", hints[name])
-                raise ValueError(f"{key}.{name}={given[name]!r} must be of type {expected}") from error
-        elif parameter.default is parameter.empty and plain is not Any:
-            raise ValueError(f"{key}.{name} must be given: {target.__name__} needs it")
-    return checked
-
-
-def _plain(hint: Any) -> Any:
-    """The part of a type hint that OmegaConf can check, or Any."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    plain = [option for option in options if option in (bool, int, float, str)]
-    if len(plain) != 1:
-        return Any
-    return plain[0] | None if types.NoneType in options else plain[0]
+        return nullcontext()
+    return initialize_config_dir(str(CONFIGS), version_base="1.3")

@@ -1,81 +1,102 @@
-"""Finished parts of a long job, in a folder: a kill loses the parts that are being made, and no others.
+"""The finished parts of a long job, in a folder: a kill loses the parts being made, and no others.
 
-A part is a file of arrays, `NNNNNNN.npz`, complete or not there.
+A part is a file of arrays, `NNNNNNN.npz`, complete or absent.
 """
 
 import errno
+import hashlib
+import json
 import math
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from runtime.arrays import ZIP_ERRORS, read_member
-from runtime.files import atomic_write, read_json, write_json
+from runtime.files import atomic_write, finite, read_json, write_json
+from runtime.launch import Launch
 from runtime.lock import Lock
 
 RESUME = "fix this and run the same command again to resume"
-ABOUT = "about.json"
+KEY = "about.json"
+Arrays = dict[str, np.ndarray]
 
 
-class PartFolder:
-    """The parts of one job, which is described by `about`.
+class Part(NamedTuple):
+    """Images (n, H, W, C) uint8 of part `index`; cost: network evaluations and FLOPs of one, if drawn."""
+
+    index: int
+    images: np.ndarray
+    cost: np.ndarray | None = None
+
+
+class PartCache:
+    """The finished parts of a job.
 
     Args:
-        hint: what to do about parts of another job, for errors.
+        path: their folder.
+        key: everything the parts depend on, as JSON.
+        num_items, part_size: number of images in all parts, and in each but the last.
+        hint: how to start again where a folder has parts of another key, for errors.
+        replace: remove parts of another key instead.
     """
 
-    def __init__(self, path: Path, about: Mapping[str, Any], num_parts: int, hint: str = "remove it"):
-        self.path, self.about, self.num_parts, self._hint = path, dict(about), num_parts, hint
+    def __init__(
+        self,
+        path: Path,
+        key: Mapping[str, Any],
+        num_items: int,
+        part_size: int,
+        hint: str = "remove it",
+        replace: bool = False,
+    ):
+        self.path, self.key, self.num_parts = path, as_json(key), -(-num_items // part_size)
+        self._num_items, self._part_size, self._hint, self._replace = num_items, part_size, hint, replace
 
-    def start(self, replace: bool = False) -> list[int]:
-        """Make the folder, or resume the one that is there; return the parts to do.
-
-        Args:
-            replace: remove the parts of another job, which are an error otherwise.
-        """
-        file = self.path / ABOUT
+    def start(self) -> list[int]:
+        """Make the folder, or resume an existing one; return the missing parts."""
+        file = self.path / KEY
         if self.path.is_symlink():
             raise ValueError(f"{self.path} is a link, which may lead anywhere: remove it")
         with explained(file):
             self.path.mkdir(parents=True, exist_ok=True)
             if not file.exists():
-                write_json(file, self.about)
+                write_json(file, self.key)
         try:
-            old = read_object(file)
+            old = saved_key(self.path)
         except ValueError:
-            if not replace:
+            if not self._replace:
                 raise
             old = {}
-        wanted = self.about.items()
-        changes = [f"{key}: {old.get(key)} -> {new}" for key, new in wanted if old.get(key) != new]
-        if changes and (replace or self.is_empty()):
+        changes = [f"{key}: {old.get(key)} -> {new}" for key, new in self.key.items() if old.get(key) != new]
+        if changes and (self._replace or not self.done()):
             self.remove()
             return self.start()
         if changes:
             what = f"{self.path} was started with other settings ({'; '.join(changes)})"
             raise ValueError(f"{what}: use those, or {self._hint}")
-        done = self.done()
-        return [i for i in range(self.num_parts) if i not in done]
+        return self.missing()
 
     def done(self) -> set[int]:
         """The finished parts."""
         return {int(file.stem) for file in self.path.glob("*.npz") if file.stem.isdecimal()}
 
-    def is_empty(self) -> bool:
-        """True if no part was ever finished."""
-        return next(self.path.glob("[0-9]*.npz"), None) is None
+    def missing(self) -> list[int]:
+        """The parts that are not finished."""
+        done = self.done()
+        return [i for i in range(self.num_parts) if i not in done]
 
     def write(self, i: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a part."""
         with explained(self.file(i)), atomic_write(self.file(i)) as partial:
             np.savez(partial, **arrays)
 
-    def read(self, i: int, *names: str) -> dict[str, np.ndarray]:
+    def read(self, i: int, *names: str) -> Arrays:
         """Read the named arrays of a part (all, if none is); a damaged one is removed and made again."""
         file = self.file(i)
         try:
@@ -91,22 +112,59 @@ class PartFolder:
                 f"{file} was damaged ({error}) and is removed: run the same command again"
             ) from error
 
+    def fill(
+        self,
+        make: Callable[[list[int]], Iterator[tuple[int, Arrays]]],
+        launch: Launch,
+        description: str,
+        after_part: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Make the missing parts, each rank its share; collective. Another program waits for its end.
+
+        Args:
+            make: a generator of (part, its arrays) for each of the given parts.
+            description: of the progress bar.
+            after_part: called on the first rank, after each of its parts and at the end.
+
+        Raises:
+            ValueError: see `start`; or a part is missing at the end.
+        """
+        lock = Lock(self.path.with_name(f".{self.path.name}.lock"), str(self.path), wait_sec=math.inf)
+        with lock if launch.is_main else nullcontext():
+            todo = launch.broadcast_from_main(self.start)
+            num_items, size = self._num_items, self._part_size
+            finished = num_items - sum(min(size, num_items - size * i) for i in todo)
+            bar = {"total": num_items, "initial": finished, "desc": description, "unit": "image"}
+            with (
+                self._resumable(launch),
+                closing(make(todo[launch.rank :: launch.world_size])) as made,
+                tqdm(**bar, disable=not launch.is_main) as progress,
+            ):
+                for i, arrays in made:
+                    self.write(i, arrays)
+                    progress.update(min(size * launch.world_size, num_items - progress.n))
+                    if launch.is_main:
+                        after_part()
+            launch.barrier()
+        if launch.is_main:
+            after_part()  # with the last parts of other ranks
+            if missing := len(self.missing()):
+                count = f"{missing} of {self.num_parts}"
+                raise ValueError(f"{count} parts did not come: run the same command again")
+
     @contextmanager
-    def left_if_filled(self) -> Iterator[None]:
-        """Remove the folder after an error where no part is there: it has nothing to resume."""
+    def _resumable(self, launch: Launch) -> Iterator[None]:
         try:
             yield
-        except BaseException:
-            if self.path.exists() and self.is_empty():
-                self.remove()
+        except BaseException as error:
+            if self.path.exists() and launch.world_size == 1 and not self.done():
+                self.remove()  # with nothing to resume
+            elif isinstance(error, KeyboardInterrupt):
+                launch.print(f"\nstopped: the same command resumes from {self.path}")
             raise
 
-    def lock(self) -> Lock:
-        """The lock of the program that makes parts; another program waits for it."""
-        return Lock(self.path.with_name(f".{self.path.name}.lock"), str(self.path), wait_sec=math.inf)
-
     def remove(self) -> None:
-        """Remove the folder with all parts."""
+        """Remove all parts, and their folder."""
         shutil.rmtree(self.path)
 
     def file(self, i: int) -> Path:
@@ -114,13 +172,21 @@ class PartFolder:
         return self.path / f"{i:07d}.npz"
 
 
-def settings_of(path: Path) -> dict[str, Any]:
-    """Read what describes the job whose parts are in a folder; empty if there is none."""
-    return read_object(path / ABOUT) if (path / ABOUT).is_file() else {}
+def as_json(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert content to what a JSON file gives back."""
+    return json.loads(json.dumps(finite(content)))
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """Read a JSON object of a folder of parts."""
+def digest_of(key: Mapping[str, Any]) -> str:
+    """A short hash of a key, to name the folder of its parts."""
+    return hashlib.sha256(json.dumps(as_json(key), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def saved_key(path: Path) -> dict[str, Any]:
+    """Read the key of the parts in a folder; empty if there are none."""
+    file = path / KEY
+    if not file.is_file():
+        return {}
     try:
         found = read_json(file, file.stat().st_size)
         if not isinstance(found, dict):

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.processes import program_parser
 from benchmarks.results import markdown
-from builders.config import composed, of_run
+from builders.experiment import Experiment
 from evaluation.files import PUBLISHED
 from runtime.files import finite, read_json, write_text
 from runtime.provenance import PROJECT, flatten
@@ -58,12 +58,12 @@ class Row:
     @cached_property
     def own(self) -> dict[str, Any]:
         """The configuration of the experiment alone."""
-        return expected_config(self.experiment)
+        return expected(self.experiment).written
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The configuration of the row."""
-        return expected_config(self.experiment, *(key for key in self.keys if not key.endswith(UNKNOWN)))
+        return expected(self.experiment, *(key for key in self.keys if not key.endswith(UNKNOWN))).written
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -102,9 +102,10 @@ def read_rows() -> list[Row]:
     return rows
 
 
-def expected_config(experiment: str, *keys: str) -> dict[str, Any]:
-    """The configuration of a run of an experiment, but for its paths."""
-    return composed([f"experiment={experiment}", "data.path=FOLDER", "train.init_from=null", *keys])
+def expected(experiment: str, *keys: str) -> Experiment:
+    """An experiment with these keys, but for its paths."""
+    overrides = [f"experiment={experiment}", "data.path=FOLDER", "train.init_from=null", *keys]
+    return Experiment.compose(overrides)
 
 
 def read_records(folder: Path) -> Iterator[dict[str, Any]]:
@@ -116,15 +117,9 @@ def read_records(folder: Path) -> Iterator[dict[str, Any]]:
                 continue
             run = record["samples"].get("drawn", {}).get("run")
             if run is not None:
-                yield {**record, "config": _config_of(run)}
+                yield {**record, "config": Experiment.of_run(RunFolder(run)).written}
         except (OSError, ValueError, KeyError) as error:
             print(f"{file} is left out: {error}", file=sys.stderr)
-
-
-def _config_of(path: str) -> dict[str, Any]:
-    run = RunFolder(path)
-    run.check_started()
-    return of_run(run)
 
 
 def table(rows: Sequence[Row], records: Sequence[dict[str, Any]]) -> str:
@@ -186,10 +181,10 @@ def _is_run_of(config: dict[str, Any], row: Row) -> bool:
     if row.starts_from is None or start is None:
         return row.starts_from == start
     try:
-        first = _config_of(start)
+        first = Experiment.of_run(RunFolder(start)).written
     except (OSError, ValueError):
         return False
-    wanted = expected_config(*row.starts_from.split())
+    wanted = expected(*row.starts_from.split()).written
     return all(_alike(first, wanted, key, FREE) for key in wanted)
 
 

@@ -30,9 +30,8 @@ import torch
 
 from benchmarks.processes import Worker, record_all, start_program, study_parser, take_turns
 from benchmarks.results import Record, Rows, markdown, read_environment, read_results, spread
-from benchmarks.runs import QUIET, compose_config
+from benchmarks.runs import QUIET, compose
 from benchmarks.train_step import ours
-from builders.network import build_net
 from models import cost_of
 from reports.runs import Run
 from runtime.provenance import environment
@@ -283,9 +282,8 @@ def chosen_lr(rows: Sequence[Mapping[str, Any]], arm: str) -> float | None:
 
 def gflop_a_step(overrides: Sequence[str]) -> float:
     """The cost of a training step, by the cost model."""
-    with torch.device("meta"):
-        net = build_net(config := compose_config(overrides))
-    return config["train"]["batch_size"] * cost_of(net).routed_training_flops / 1e9
+    experiment = compose(overrides)
+    return experiment.train.batch_size * cost_of(experiment.meta_net).routed_training_flops / 1e9
 
 
 def time_steps(study: Study, arms: Mapping[str, Sequence[str]], tiny: bool) -> Rows:

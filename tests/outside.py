@@ -30,7 +30,7 @@ from data.verify import damages
 from evaluation import open_reference
 from evaluation.detectors import inception
 from runtime.arrays import map_array
-from runtime.parts import PartFolder
+from runtime.parts import PartCache
 from tests.latents import write_latents
 from tests.networks import small_dit
 from tests.photos import write_autoencoder
@@ -71,7 +71,7 @@ def read_reference(path):
 
 
 def read_part(path):
-    return PartFolder(path, {}, 1).read(0)
+    return PartCache(path, {}, 1, 1).read(0)
 
 
 def read_format(name):

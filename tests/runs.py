@@ -13,11 +13,10 @@ from hydra import compose, initialize_config_dir
 import fid  # noqa: F401  each program registers its schema
 import sample  # noqa: F401
 import train  # noqa: F401
-from builders import config as configuration
+from builders.experiment import Experiment
 from builders.public import read_weights_file
 from builders.sampling import open_weights
 from builders.trainer import build_trainer
-from runtime.config import build_node
 from runtime.launch import ALONE, Launch
 from tests.programs import ROOT
 from training import speed
@@ -62,18 +61,23 @@ def _composed(config_name, overrides):
 
 
 def validated(*overrides, num_processes=1):
-    return configuration.validate(composed(*overrides), num_processes)
+    return Experiment.of_config(composed(*overrides), num_processes).check()
+
+
+def written(*overrides):
+    """The configuration of an experiment as plain types."""
+    return validated(*overrides).written
 
 
 def tiny_trainer(folder, *overrides):
     """Build the trainer of a tiny run in `folder`, as train.py does, in one process or in all of a launch."""
     launch = Launch.of(PartialState(cpu=True))
-    config = validated(*TINY, f"output_dir={folder}", *overrides, num_processes=launch.world_size)
-    run, dataset = RunFolder(folder), build_node(config, "data")()
+    experiment = validated(*TINY, f"output_dir={folder}", *overrides, num_processes=launch.world_size)
+    run, dataset = RunFolder(folder), experiment.data(launch)
     run.lock(launch)
     try:
-        run.check(config, dataset.describe())
-        return build_trainer(config, run, dataset, launch), run
+        run.check(experiment.written, dataset.describe())
+        return build_trainer(experiment, run, dataset, launch), run
     except (ValueError, OSError):
         run.unlock()
         raise
@@ -129,4 +133,4 @@ def runs_to_compare(folder):
 
 def open_weights_file(file, objective=None, latents=None):
     """Load a network from a file of other code, or of `builders.export`, to sample from."""
-    return open_weights(file, *read_weights_file(file, objective, latents), file, None, None, ALONE)
+    return open_weights(file, *read_weights_file(file, objective, latents), file, ALONE)

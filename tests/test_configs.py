@@ -18,20 +18,19 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from builders import config as configuration
+from builders.experiment import Experiment
 from builders.kept_tokens import KeptTokensLoss
-from builders.network import build_loss, build_net, build_optimizer, build_precond, build_sampler
-from builders.rules import check_groups
+from builders.rules import check_rules
 from builders.schemas import RoutingConfig
 from data import LatentManifest, LatentWriter
 from diffusion import EDMLoss, EDMPrecond, FlowPath, edm_sampler
 from models import DiT
 from routing import RoutePlan, norm_router
-from runtime.config import build_node
 from runtime.provenance import flatten
 from study.published import read_header, read_rows
 from tests.networks import BLOCKS
 from tests.networks import SIZES as PUBLISHED_SIZES
-from tests.runs import ROOT, composed, validated
+from tests.runs import ROOT, composed, validated, written
 
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml") if p.stem != "auto"]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
@@ -96,13 +95,11 @@ OPTIONS = [(group, p.stem) for group in GROUPS for p in sorted((ROOT / "configs"
 
 
 def built(*overrides):
-    config = validated(*overrides)
-    with torch.device("meta"):
-        net = build_net(config)
-    build_precond(config, net)
-    build_node(config, "diffusion.loss")()
-    build_node(config, "sampler")
-    return config, net
+    experiment = validated(*overrides)
+    experiment.precond(experiment.meta_net)
+    experiment.loss_node.bind()()
+    experiment.sampler()
+    return experiment.written, experiment.meta_net
 
 
 @pytest.fixture
@@ -128,7 +125,7 @@ def test_every_option_composes_and_builds(group, option, latents):
     extra += ["diffusion=ddpm"] if (group, option) == ("sampler", "ddpm") else []
     if option == "auto":
         (run := latents.parent / "run").joinpath("checkpoints/step_00000004").mkdir(parents=True)
-        (run / "config.yaml").write_text(yaml.safe_dump(validated()))
+        (run / "config.yaml").write_text(yaml.safe_dump(written()))
         (run / "manifest.json").write_text("{}")
         extra += [f"guidance.weak_run={run}"]
     config, _ = built(*extra, f"{group}={option}")
@@ -175,11 +172,12 @@ def test_every_experiment_builds_takes_a_step_and_says_what_it_reproduces(experi
     assert header.keys() >= {"command", "paper", "expected"} and all(map(all, header.values()))
     assert ("measured" in header) == ("hardware" in header)
     assert f" experiment={experiment} " in f"{header['command'][0]} "
-    config["model"] |= {"hidden_size": 32, "num_heads": 4, "input_size": 8}
-    net = build_net(config)
-    precond, optimizer = build_precond(config, net), build_optimizer(config, net.named_parameters())
+    small = Experiment.of_config(OmegaConf.create(config))
+    small = small.with_model({"hidden_size": 32, "num_heads": 4, "input_size": 8})
+    net = small.net()
+    precond, optimizer = small.precond(net), small.optimizer(net.named_parameters())
     x, labels = torch.randn(2, *net.latent_shape), torch.tensor([0, 1])
-    build_loss(config, net)(precond, x, labels).mean().backward()
+    small.loss(net)(precond, x, labels).mean().backward()
     optimizer.step(torch.tensor(0.0))
     assert all(p.isfinite().all() for p in net.parameters())
     assert all(p.grad is not None for p in net.final_layer.parameters())
@@ -229,7 +227,7 @@ def test_jobs_of_a_sweep_are_the_published_rows(experiment, monkeypatch):
     names, config = set(), composed(f"experiment={experiment}", "data.path=x")
     for job in jobs:
         OmegaConf.update(config, key, parser.parse_override(job).value())
-        configuration.validate(config.copy())
+        Experiment.of_config(config.copy()).check()
         choices = {"model": "tread", "model/size": "b_2", "data": "imagenet256", "experiment": experiment}
         hydra = job_of_sweep(choices, [job, f"experiment={experiment}"], {key: values})
         monkeypatch.setattr(configuration.HydraConfig, "get", lambda hydra=hydra: hydra)
@@ -239,9 +237,10 @@ def test_jobs_of_a_sweep_are_the_published_rows(experiment, monkeypatch):
 
 
 def test_the_row_of_lightningdit_has_its_latents_and_times():
-    config, net = built("experiment=imagenet256_lightningdit_tread_80k", "data.path=x")
+    experiment = validated("experiment=imagenet256_lightningdit_tread_80k", "data.path=x")
+    net = experiment.meta_net
     assert net.latent_shape == (32, 16, 16) and net.num_tokens == 256
-    sampler = build_sampler(config).keywords
+    sampler = experiment.sampler().keywords
     times = sampler["times"](FlowPath(), sampler["num_steps"])
     public = torch.linspace(0, 1, 250, dtype=torch.float64)  # from noise to data
     public = 0.3 * public / (1 + (0.3 - 1) * public)
@@ -271,9 +270,9 @@ def test_the_stages_of_sprint_are_one_network():
 def test_published_experiments_are_the_recipe_and_twins_but_for_routes(size):
     path = ("data.path=x",)
     names = (f"experiment=imagenet256_{model}_{size}_400k" for model in ("tread", "dit"))
-    tread, dit = (validated(name, *path) for name in names)
-    assert tread == validated("model=tread", f"model/size={size}", "data=imagenet256", *path)
-    assert dit == validated("model=dit", f"model/size={size}", "data=imagenet256", *path)
+    tread, dit = (written(name, *path) for name in names)
+    assert tread == written("model=tread", f"model/size={size}", "data=imagenet256", *path)
+    assert dit == written("model=dit", f"model/size={size}", "data=imagenet256", *path)
     route = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -4}
     assert (tread["model"]["routes"], dit["model"].pop("routes")) == ([route], [])
     published = PUBLISHED_SIZES[size.removesuffix("_2")]
@@ -287,17 +286,17 @@ def test_published_experiments_are_the_recipe_and_twins_but_for_routes(size):
 
 @pytest.mark.parametrize("model", ["tread", "dit"])
 def test_parity_turns_all_official_details_together(model):
-    ours, official = (validated(f"model={model}", f"parity={parity}") for parity in ("none", "official"))
+    ours, official = (written(f"model={model}", f"parity={parity}") for parity in ("none", "official"))
     assert (ours.pop("decoding"), official.pop("decoding")) == ("rounded", "official")
     for key, values in {"init": ("adaln_zero", "xavier"), "fp32_after_route": (False, True)}.items():
         assert (ours["model"].pop(key), official["model"].pop(key)) == values
     assert ours == official
     for evaluation in (["evaluation=adm_5k", "evaluation.reference=x"], ["evaluation=digits"]):
-        assert validated(f"model={model}", "parity=official", *evaluation)["evaluation"]["labels"] == "random"
+        assert written(f"model={model}", "parity=official", *evaluation)["evaluation"]["labels"] == "random"
 
 
 def test_the_model_group_is_the_signature_of_the_network():
-    assert set(validated()["model"]) - {"_target_"} == set(inspect.signature(DiT).parameters)
+    assert set(written()["model"]) - {"_target_"} == set(inspect.signature(DiT).parameters)
 
 
 @pytest.mark.parametrize(
@@ -321,20 +320,20 @@ def test_whoever_calls_the_code_gets_the_recipe_by_default(node, target):
 
 def test_the_command_line_wins_over_the_recipe_of_a_data_option():
     recipe, changes = ("data=imagenet256", "data.path=x"), ("optimizer.lr=3e-4", "train.total_steps=5")
-    config = flatten(validated(*recipe, "model/size=b_2", *changes))
+    config = flatten(written(*recipe, "model/size=b_2", *changes))
     assert config.items() >= {"model.depth": 12, "train.total_steps": 5, "optimizer.lr": 3e-4}.items()
 
 
 def test_a_latent_folder_gives_its_sizes(latents):
-    model = validated("data=latents", f"data.path={latents}")["model"]
+    model = written("data=latents", f"data.path={latents}")["model"]
     assert (model["input_size"], model["in_channels"], model["num_classes"]) == (16, 4, 7)
 
 
 def test_items_of_the_route_list_are_overridden_by_number():
-    assert validated("model.routes.0.selection_ratio=0.7")["model"]["routes"][0]["selection_ratio"] == 0.7
+    assert written("model.routes.0.selection_ratio=0.7")["model"]["routes"][0]["selection_ratio"] == 0.7
     one = "model.routes=[{selection_ratio: 0.3, start_layer_idx: 1, end_layer_idx: -2}]"
     expected = {"selection_ratio": 0.3, "start_layer_idx": 1, "end_layer_idx": -2}
-    assert validated(one)["model"]["routes"] == [expected]
+    assert written(one)["model"]["routes"] == [expected]
 
 
 @pytest.mark.parametrize(
@@ -354,7 +353,7 @@ def test_a_misspelt_or_mistyped_key_in_a_file_is_refused(tmp_path, file, content
 
 
 def test_values_are_converted_to_the_types_of_the_signature():
-    model = validated("model.fp32_after_route=no", "model.mlp_ratio=3", "model.depth='8'")["model"]
+    model = written("model.fp32_after_route=no", "model.mlp_ratio=3", "model.depth='8'")["model"]
     assert (model["fp32_after_route"], model["mlp_ratio"], model["depth"]) == (False, 3.0, 8)
     assert isinstance(model["mlp_ratio"], float)
 
@@ -383,11 +382,11 @@ def test_every_block_composes_and_builds(block):
 def test_ablation_arms_differ_only_in_what_their_name_says():
     names = ("dense", "tread", "no_removal", "kept_loss", "fp32_after_route", "token_drop", "masking")
     arms = {name: built(f"experiment=ablation_{name}")[0] for name in names}
-    tread, masked = validated("model=tread"), {"rejoin": {"_target_": "models.rejoin.Mask"}}
+    tread, masked = written("model=tread"), {"rejoin": {"_target_": "models.rejoin.Mask"}}
     reconstructed = {"kept_tokens_only": True, "reconstruction_weight": 0.1}
     route = {"selection_ratio": 0.5, "start_layer_idx": 0}
     to_end, before_end = ({"routes": [route | {"end_layer_idx": end}]} for end in (-1, -3))
-    assert arms["dense"] == validated("model=dit")
+    assert arms["dense"] == written("model=dit")
     for name, changes in {
         "tread": {},
         "no_removal": {"model": {"removal": False}},
@@ -469,9 +468,11 @@ def test_the_router_is_as_configured():
 
 
 def test_the_loss_of_kept_tokens_is_built_when_configured():
-    for arm, kind in (("tread", EDMLoss), ("kept_loss", KeptTokensLoss)):
-        assert type(build_loss(*built(f"experiment=ablation_{arm}"))) is kind
-    assert build_loss(*built("experiment=ablation_masking")).reconstruction_weight == 0.1
+    for arm, kind in (("tread", EDMLoss), ("kept_loss", KeptTokensLoss), ("masking", KeptTokensLoss)):
+        experiment = validated(f"experiment=ablation_{arm}")
+        loss = experiment.loss(experiment.meta_net)
+        assert type(loss) is kind
+    assert loss.reconstruction_weight == 0.1
 
 
 def test_the_schema_of_routing_and_the_plan_have_the_same_defaults():
@@ -481,7 +482,7 @@ def test_the_schema_of_routing_and_the_plan_have_the_same_defaults():
 
 
 def test_the_loss_of_kept_tokens_needs_a_backbone_with_a_router():
-    config = validated("train.kept_tokens_only=true")
-    del config["model"]["router"]
+    experiment = validated("train.kept_tokens_only=true")
+    del experiment.model_node.arguments["router"]
     with pytest.raises(ValueError, match="kept_tokens_only=true needs model/router=random"):
-        check_groups(config)
+        check_rules(experiment, num_processes=1)

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from benchmarks.families import POOLED_DIM, TEXT_DIM
-from builders import config as configuration
+from builders.config import resolve
 from examples import finetune
 from runtime.config import INTERRUPTED
 from runtime.launch import ALONE, Launch
@@ -61,7 +61,7 @@ def overrides(folder, *options, output="run"):
 
 
 def asked(*options):
-    return finetune.FinetuneConfig(**configuration.resolve(composed(*options, config_name="finetune")))
+    return finetune.FinetuneConfig(**resolve(composed(*options, config_name="finetune")))
 
 
 def run(folder, *options, output="run"):

@@ -39,7 +39,7 @@ ANY_CALL = {("routing/adapters/attached.py", "forward"), ("routing/adapters/atta
 HEAVY = {"diffusers", "torch_fidelity", "webdataset", "lmdb", "wandb", "matplotlib", "sklearn", "peft"}
 HEAVY |= {"torchdiffeq", "torchao", "bitsandbytes", "fsspec", "aiohttp", "s3fs", "botocore"}
 WITH_HYDRA = {"runtime/config.py", "runtime/command_line.py", "runtime/sweep.py", "examples/finetune.py"}
-WITH_HYDRA |= {f"{name}.py" for name in ENTRY_POINTS}
+WITH_HYDRA |= {"runtime/nodes.py", *(f"{name}.py" for name in ENTRY_POINTS)}
 
 FILES = [ROOT / f"{name}.py" for name in sorted(ENTRY_POINTS)]
 FILES += [file for package in sorted(PACKAGES) for file in sorted((ROOT / package).rglob("*.py"))]
@@ -216,17 +216,17 @@ def test_no_file_of_the_project_names_an_absolute_path():
 
 # Lines of each room, so that it stays readable. Whoever needs more raises a number, and says why beside it.
 BUDGET = {
-    "programs": 300,
+    "programs": 270,
     "benchmarks": 2300,
-    "builders": 2600,
+    "builders": 2740,  # drawing, which was in diffusion before
     "data": 3330,
-    "diffusion": 2050,
-    "evaluation": 1900,
+    "diffusion": 1850,
+    "evaluation": 1910,
     "examples": 490,
     "models": 1000,
     "reports": 750,
     "routing": 2860,
-    "runtime": 1810,
+    "runtime": 1960,  # nodes of a configuration, from builders, the one loop over parts, and pictures
     "study": 1000,
     "tests": 21750,
     "training": 2280,

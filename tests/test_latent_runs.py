@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
 import sample
 import train
-from builders.network import build_net, build_precond
-from builders.scoring import comparisons, reference_of
+from builders.experiment import Experiment
+from builders.references import reference_of
+from builders.scoring import comparisons
 from data import (
     IdentityEncoder,
     KLEncoder,
@@ -29,6 +29,7 @@ from runtime.errors import UserError
 from tests.photos import write_autoencoder, write_photographs
 from tests.runs import TINY, composed, metrics, tiny_run
 from training.checkpoint import latest_checkpoint
+from training.run_folder import RunFolder
 
 RUN = ("data=latents", "model/size=tiny", *TINY[1:])
 DENSE = (*RUN, "sampler.num_steps=2", "model.depth=4", "model.routes=[]", "model=dit")
@@ -70,10 +71,10 @@ def test_what_is_sampled_is_what_the_network_gives_decoded(folder, tmp_path, dec
         config.write_text(config.read_text().replace("decoding: rounded\n", f"decoding: {decoding}\n"))
         images, record = draw(tmp_path, "first_seed=3")
     assert record["decoding"] == decoding
-    config = yaml.safe_load((folder / "run" / "config.yaml").read_text())
-    trained = build_net(config)
+    experiment = Experiment.of_run(RunFolder(folder / "run"))
+    trained = experiment.net()
     trained.load_state_dict(load_file(latest_checkpoint(folder / "run") / "ema.safetensors"))
-    precond, labels = build_precond(config, trained).eval(), random_labels(range(3, 8), 2)
+    precond, labels = experiment.precond(trained).eval(), random_labels(range(3, 8), 2)
     noise = torch.stack(
         [torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3, 8)]
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from builders import config as configuration
-from builders.network import build_guidance, build_net, build_precond, build_sampler
-from builders.sampling import _settings
+from builders.config import resolve
+from builders.experiment import Experiment
+from builders.sampling import _as_requested, _settings
 from builders.schemas import OBJECTIVES
 from diffusion import CFG, Branch, FlowPath, sde_sampler
 from tests.runs import composed
@@ -99,17 +99,17 @@ PUBLIC = {"DiT": dit, "SiT, SDE": sit, "LightningDiT": lightningdit, "REPA": rep
 
 
 def network(objective):
-    """Return the configuration, and a small network in float64 with all weights drawn."""
+    """Return the experiment, and a small network in float64 with all weights drawn."""
     model = {"hidden_size": 16, "num_heads": 2, "depth": 2, "patch_size": 4}
     model["learn_sigma"] = str(objective in ("ddpm", "sit")).lower()
     sizes = ["data.input_size=4", "data.in_channels=4", "data.num_classes=10"]
     sizes += [f"model.{key}={value}" for key, value in model.items()]
-    config = configuration.composed(["model=dit", "data=synthetic", *OBJECTIVES[objective], *sizes])
+    experiment = Experiment.compose(["model=dit", "data=synthetic", *OBJECTIVES[objective], *sizes])
     torch.manual_seed(0)
-    precond = build_precond(config, build_net(config).double()).eval()
+    precond = experiment.precond(experiment.net().double()).eval()
     for parameter in precond.net.parameters():
         parameter.data = 0.2 * torch.randn_like(parameter)
-    return config, precond
+    return experiment, precond
 
 
 def randn_from(seed):
@@ -120,12 +120,12 @@ def randn_from(seed):
 @torch.no_grad()
 @pytest.mark.parametrize("name, objective, settings", list(rows()))
 def test_the_settings_of_the_table_are_the_published_sampler(name, objective, settings):
-    config, precond = network(objective)
+    experiment, precond = network(objective)
     request = composed("checkpoint=FILE", *settings.split(), config_name="sample")
-    config |= _settings(configuration.resolve(request), config)
+    experiment = _as_requested(experiment, _settings(resolve(request), experiment))
     noise = torch.randn(2, 4, 4, 4, dtype=torch.float64)
-    denoise = build_guidance(config)(Branch(precond, LABELS))
-    x = build_sampler(config)(denoise, noise, precond.path, randn_like=randn_from(1))
+    denoise = experiment.guidance(None)(Branch(precond, LABELS))
+    x = experiment.sampler()(denoise, noise, precond.path, randn_like=randn_from(1))
     assert x.isfinite().all()
     if name in PUBLIC:
         unguided = {} if "guidance=" in settings else {"w": 1.0}

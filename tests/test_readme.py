@@ -16,8 +16,9 @@ from benchmarks import (
     advise,  # noqa: F401  registers its schema
     gpu,
 )
-from builders import config as configuration
 from builders import export, recipe  # noqa: F401  each program registers its schema
+from builders.config import resolve
+from builders.experiment import Experiment
 from builders.sampling import SampleConfig
 from builders.schemas import RoutingConfig, TrainConfig
 from builders.scoring import ScoreConfig, check_request
@@ -99,8 +100,8 @@ def test_commands_compose_and_validate(command, monkeypatch):
         return
     program, overrides = overrides_of(command)
     if program not in ("train.py", "benchmarks.train_step"):
-        request = configuration.resolve(composed(*overrides, config_name=PROGRAMS[program]))
-        monkeypatch.setattr("builders.scoring.check_sampling", lambda request: None)  # there is no run
+        request = resolve(composed(*overrides, config_name=PROGRAMS[program]))
+        monkeypatch.setattr("builders.scoring.read_request", lambda request: None)  # there is no run
         CHECKS.get(program, lambda request: None)(request)
         return
     if program == "benchmarks.train_step":
@@ -109,7 +110,7 @@ def test_commands_compose_and_validate(command, monkeypatch):
         overrides += ["data.input_size=32", "data.in_channels=4", "data.num_classes=1000"]
         manifest = LatentManifest(540, (4, 32, 32), "float16", "samples", 1000, "identity")
         monkeypatch.setattr(recipe, "read_manifest", lambda path: manifest)
-    configuration.validate(composed(*overrides))
+    Experiment.of_config(composed(*overrides)).check()
 
 
 def test_make_targets_exist_and_take_their_arguments():

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 import fid
 import sample
 from benchmarks import advise
-from builders import config as configuration
-from builders.sampling import check_sampling, load_net, read_run
+from builders import experiment
+from builders.sampling import load_net, read_request, read_run
 from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.memory import peak_gib, reset_peak
@@ -242,14 +242,14 @@ def test_a_folder_of_a_run_that_leads_elsewhere_is_not_written_to(run, tmp_path_
 
 def test_a_run_in_a_folder_of_configurations_is_refused(run, monkeypatch):
     """Its own config.yaml would be one of those that say what may be built."""
-    monkeypatch.setattr(configuration, "config_folders", lambda: (CONFIGS, Path()))
+    monkeypatch.setattr(experiment, "config_folders", lambda: (CONFIGS, Path()))
     assert told("sample").startswith("run=run lies in a folder of configurations")
 
 
 def reads_or_refuses(run, request, weights):
     """Read a run as sampling does: what comes out is a network, or one line that names a file of the run."""
     try:
-        check_sampling(request)
+        read_request(request)
         load_net(read_run(run)[0], weights)
     except (ValueError, FileNotFoundError) as error:
         assert len(str(error).splitlines()) == 1

@@ -7,11 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from builders.network import build_net
 from data import LatentManifest
 from models import cost_of
 from routing import Routing
-from study.published import expected_config, read_header
+from study.published import expected, read_header
 from tests.public_dit import CHANNELS, CLASSES, PATCH, WIDTH, PublicSprint, public
 from tests.runs import open_weights_file
 
@@ -46,7 +45,7 @@ def test_a_file_gives_the_outputs_of_its_network(name, prefix, side, tmp_path):
     latents = None if side == 32 else latents_of(tmp_path / "latents", (CHANNELS, side, side))
     opened = open_weights_file(saved(state, tmp_path / name, prefix), "flow", latents=latents)
     own, kept, (x, t, y) = opened.precond.net, [], inputs(side)
-    assert own.latent_shape == (CHANNELS, side, side) and opened.config["method"] == "sprint"
+    assert own.latent_shape == (CHANNELS, side, side) and opened.experiment.method == "sprint"
     grid = own.router
     own.router = lambda *args, **kwargs: kept.append(grid(*args, **kwargs)) or kept[-1]
     with torch.no_grad():
@@ -114,13 +113,12 @@ def test_what_is_not_as_in_the_public_network_is_refused(case, tmp_path):
 def test_the_rows_train_the_published_network_for_the_published_cost():
     """677.48 million parameters; 65.1e6 TFLOP at 400 epochs, 43.7e6 at 200 (forward passes alone)."""
     row = "imagenet256_sprint_xl_2_400ep"
-    stages = [expected_config(*read_header(row)["from"][0].split()), expected_config(row)]
-    with torch.device("meta"):
-        nets = [build_net(stage) for stage in stages]
+    stages = [expected(*read_header(row)["from"][0].split()), expected(row)]
+    nets = [stage.meta_net for stage in stages]
     costs = [cost_of(net) for net in nets]
     frozen = nets[0].rejoins[0].mask_token.numel()
     assert [round((cost.num_parameters + frozen) / 1e6, 2) for cost in costs] == [677.48, 677.48]
-    images = [stage["train"]["total_steps"] * stage["train"]["batch_size"] for stage in stages]
+    images = [stage.train.total_steps * stage.train.batch_size for stage in stages]
     assert images[0] == pytest.approx(400 * 1_281_167, rel=1e-3)
     for share, published in ((1, 65.1), (1 / 2, 43.7)):
         first, second = (n * cost.routed_forward_flops for n, cost in zip(images, costs, strict=True))

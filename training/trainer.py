@@ -7,7 +7,7 @@ state takes the same path as the others.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,8 +90,11 @@ class Trainer:
         names = ("net", "ema", "optimizer", "clock", "window", "history", "recorder")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
-    def resume(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint."""
+    def resume_newest(self) -> None:
+        """Continue from the newest intact checkpoint, if there is one; the ranks agree on it."""
+        newest = partial(self.checkpoints.newest_intact, self.recorder.show)
+        if (checkpoint := self.launch.broadcast_from_main(newest)) is None:
+            return
         self.step = self.saved_step = self.first_step = self.checkpoints.load(checkpoint, self.parts)
         if self.step > (total_steps := self.settings.total_steps):
             raise ValueError(

@@ -1,7 +1,6 @@
 """The parts common to all guidance: a strong and a weak prediction, and a step from weak past strong."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,8 +13,6 @@ from routing import Routing, num_tokens_kept
 from runtime.errors import check_choice, check_not_negative
 
 SCHEDULES = ("constant", "linear", "cosine")
-# Evaluations of one image: how often a network ran with so many tokens kept by each route.
-Evaluations = Counter[tuple[Any, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -26,16 +23,12 @@ class Branch:
         class_labels: (N,); None for an unconditional network.
         rand: rand(T) -> (N, T) in [0, 1), each sample's own: the noise from which a routed branch draws its
             tokens. None: the default generator of the device.
-        evaluations: counts the forwards, if given.
-        counting_only: forwards are counted and not run; every prediction is 0.
     """
 
     precond: Precond
     class_labels: torch.Tensor | None
     routing: Routing | None = None
     rand: Callable[[int], torch.Tensor] | None = None
-    evaluations: Evaluations | None = None
-    counting_only: bool = False
 
     @property
     def num_kept(self) -> tuple[int, ...]:
@@ -51,11 +44,8 @@ def predict(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> lis
     for i, branch in enumerate(branches):
         groups.setdefault((branch.precond, branch.num_kept), []).append(i)
     F_x: list[torch.Tensor] = [x] * len(branches)
-    for (precond, num_kept), members in groups.items():
-        together = [branches[i] for i in members]
-        if together[0].evaluations is not None:
-            together[0].evaluations[precond.net, num_kept] += len(members)
-        outputs = _forward(together, x, t).chunk(len(members))
+    for members in groups.values():
+        outputs = _forward([branches[i] for i in members], x, t).chunk(len(members))
         for i, output in zip(members, outputs, strict=True):
             F_x[i] = output
     return F_x
@@ -64,8 +54,6 @@ def predict(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> lis
 def _forward(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
     # F_x of branches of one network and one length, concatenated along the batch.
     first, n = branches[0], len(branches)
-    if first.counting_only:  # as many channels as a network may have
-        return torch.cat([torch.zeros_like(x, dtype=first.precond.dtype)] * 2, dim=1).repeat(n, 1, 1, 1)
     labels, routing = first.class_labels, first.routing
     if labels is not None:
         labels = torch.cat([b.class_labels for b in branches if b.class_labels is not None])
@@ -132,6 +120,11 @@ class Guidance:
             rise = (1 - math.cos(math.pi * rise)) / 2
         return 1 + (self.guidance_scale - 1) * rise
 
+    def evaluated(self, strong: Branch, t: torch.Tensor) -> tuple[float, tuple[Branch, ...]]:
+        """Return w and the branches evaluated at time t, 0-d: the strong one alone where w is 1."""
+        w, branches = self.scale(strong.precond.path, t), self.branches(strong, t)
+        return w, branches[:1] if w == 1 else branches
+
     def combine(self, D_s: torch.Tensor, D_w: torch.Tensor, w: float) -> torch.Tensor:
         """Return the guided prediction."""
         # D = D_w + w (D_s - D_w), [CFG] eq. 6 with w = 1 for no guidance.
@@ -142,9 +135,7 @@ class Guidance:
         self.check(strong.precond)
 
         def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
-            w = self.scale(strong.precond.path, t)
-            branches = self.branches(strong, t)
-            branches = branches[:1] if w == 1 else branches
+            w, branches = self.evaluated(strong, t)
             F_x = predict(branches, x, t)
             D_x = [b.precond.denoised(F, x, t) for b, F in zip(branches, F_x, strict=True)]
             D = D_x[0] if w == 1 else self.combine(D_x[0], D_x[1], w)

@@ -10,12 +10,11 @@ import torch
 
 from benchmarks import advise
 from benchmarks.advise import MIN_SPEEDUP, Candidate, advise_model, model_similarity, override, similarity
-from builders.network import build_net
 from models import cost_of
 from routing import Route, attach
 from routing.adapters.families import adapter_of
 from tests.routing.models import Sizes, build
-from tests.runs import TINY, composed, tiny_run, tiny_trainer, validated
+from tests.runs import TINY, composed, tiny_run, tiny_trainer, validated, written
 
 SIZES = Sizes(depth=8)
 
@@ -65,24 +64,24 @@ def test_the_published_window_unless_another_is_faster_and_as_alike(published, o
 
 def test_the_recommendation_is_an_override_of_the_command_line():
     (word,) = shlex.split(override(Route(0.25, 1, 3), depth=8))
-    routes = validated("model=tread", word)["model"]["routes"]
+    routes = written("model=tread", word)["model"]["routes"]
     assert routes == [{"selection_ratio": 0.25, "start_layer_idx": 1, "end_layer_idx": -5}]
 
 
 def test_similarity_is_the_mean_cosine_of_tokens_between_depths(tmp_path):
     trainer, _ = tiny_trainer(tmp_path, "model=dit", "model.init=xavier")
-    config = validated("data=synthetic", f"output_dir={tmp_path}")
+    experiment = validated("data=synthetic", f"output_dir={tmp_path}")
     dataset = trainer.batches.read.args[0]
     net, states = trainer.net, []
     for block in net.blocks:
         block.register_forward_pre_hook(lambda _, args: states.append(args[0]))
     net.blocks[-1].register_forward_hook(lambda _, __, output: states.append(output))
-    alike = similarity(config, net, dataset, num_samples=6, batch_size=6, device=torch.device("cpu"))
+    alike = similarity(experiment, net, dataset, num_samples=6, batch_size=6, device=torch.device("cpu"))
     for i, j in ((0, 0), (0, 8), (3, 5), (8, 2)):
         expected = torch.cosine_similarity(states[i], states[j], dim=-1).mean().item()
         assert alike[i, j] == pytest.approx(expected, abs=1e-5)
     assert np.allclose(alike, alike.T)
-    in_parts = similarity(config, net, dataset, num_samples=6, batch_size=4, device=torch.device("cpu"))
+    in_parts = similarity(experiment, net, dataset, num_samples=6, batch_size=4, device=torch.device("cpu"))
     assert np.allclose(in_parts.diagonal(), 1, atol=1e-5)
     assert in_parts[0, 8] == pytest.approx(alike[0, 8], abs=0.05)  # other noise
 
@@ -115,7 +114,7 @@ def test_advice_on_a_run_leaves_a_table_and_figures(tmp_path, capsys):
         # Before the first block of the window, and after the last.
         assert c["similarity"] == figures["similarity"][start][end + 1]
     assert predicted[1, 5, 0.5] > predicted[2, 4, 0.5] > predicted[2, 4, 0.25] > 1
-    net = build_net(validated("data=synthetic", *TINY))
+    net = validated("data=synthetic", *TINY).net()
     net.routes = (Route(0.5, 2, 4),)
     assert predicted[2, 4, 0.5] == pytest.approx(cost_of(net).predicted_speedup, rel=0.01)
     _, rest = (run / "advice" / "advice.md").read_text().split("|\n\n", 1)

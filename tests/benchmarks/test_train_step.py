@@ -121,8 +121,8 @@ def test_standard_settings_are_valid(tmp_path, device):
         folder = tmp_path / re.sub(r"\W", "", setting.name)
         runs.write_latents(folder / "latents", setting)
         for kind in ("dense", "routed"):
-            config = validated(*runs.overrides_of(setting, kind, folder))
-            assert bool(config["model"]["routes"]) == (kind == "routed")
+            experiment = validated(*runs.overrides_of(setting, kind, folder))
+            assert bool(experiment.routes) == (kind == "routed")
 
 
 def test_a_record_tells_where_it_comes_from(tmp_path):

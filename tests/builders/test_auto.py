@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def resolved(*overrides, saved=None, device=CPU, num_processes=1):
-    return resolve_auto(validated(*overrides), saved or {}, device, num_processes)
+    return resolve_auto(validated(*overrides), saved or {}, device, num_processes).record()
 
 
 @pytest.fixture(autouse=True)

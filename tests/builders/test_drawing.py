@@ -15,102 +15,96 @@ from PIL import Image
 import fid
 import sample
 from builders import drawing
-from builders.drawing import COMPILE_SEC, LEFT_OPEN, default_batch_size, is_worth_compiling, settle
+from builders.drawing import COMPILE_SEC, LEFT_OPEN, Drawing, DrawOptions, ImageModel
 from builders.evaluators import grid_of
-from builders.scoring import features_folder
-from diffusion import CFG, EDMPrecond, ImageSource, SparseGuidance, edm_sampler
+from builders.references import features_folder
+from diffusion import CFG, EDMPrecond, SparseGuidance, edm_sampler
 from evaluation import ArrayImages, Reference, Suite
 from evaluation.metrics.kernel import KernelDistance
 from evaluation.pictures import in_turn
 from models import DiT
 from runtime.errors import UserError
 from runtime.files import sha256
-from runtime.launch import ALONE, Launch
+from runtime.launch import ALONE
 from runtime.machine import can_compile, has_fast_bf16
-from runtime.parts import PartFolder
+from runtime.parts import PartCache
 from tests.inception import Projections, write_random_weights
 from tests.networks import PAPER, small_dit
 from tests.runs import composed, tiny_run
 
-LATENTS = ImageSource.latents
+LATENTS = Drawing.latents
 
 
 def decode(latents):
     return (latents.permute(0, 2, 3, 1) * 50).clamp(0, 255).to(torch.uint8).numpy()
 
 
-def source_of(net=None, guidance=None, num_steps=2, **options):
+def model_of(net=None, guidance=None, num_steps=2):
     net = small_dit([PAPER]) if net is None else net
-    options = {"batch_size": 1, "launch": ALONE, **options}
     sampler = partial(edm_sampler, num_steps=num_steps)
-    return ImageSource(EDMPrecond(net), sampler, guidance or CFG(), decode, **options)
+    return ImageModel(
+        EDMPrecond(net), sampler, guidance or CFG(), decode, ALONE.device, range(net.num_classes)
+    )
 
 
 def test_what_is_asked_wins_then_what_the_job_began_with():
     began = {"mixed_precision": "bf16", "batch_size": 7, "compile": False}
     asked = {"mixed_precision": "no", "batch_size": 3, "compile": "true"}
+    model, others = model_of(), {"num_samples": 10, "first_seed": 5, "labels": None, "class_label": 3}
     for given, saved, expected in (
         (LEFT_OPEN, began, began),
         (asked, began, {**asked, "compile": True}),
         (asked, {}, {**asked, "compile": True}),
         ({**LEFT_OPEN, "batch_size": 5}, began, {**began, "batch_size": 5}),
     ):
-        source = source_of()
-        assert settle(source, given, saved, 10, ALONE) == expected
-        assert (source.bf16, source.batch_size) == (
-            expected["mixed_precision"] == "bf16",
-            expected["batch_size"],
+        assert DrawOptions.resolve({**others, **given}, model, saved, ALONE) == DrawOptions(
+            **others, **expected
         )
-    left = settle(source_of(), LEFT_OPEN, {}, 10, ALONE)
+    left = DrawOptions.resolve({**others, **LEFT_OPEN}, model, {}, ALONE)
     fast = "bf16" if has_fast_bf16(ALONE.device) else "no"
-    assert left == {"mixed_precision": fast, "batch_size": 256, "compile": False}
+    assert (left.mixed_precision, left.batch_size, left.compile) == (fast, 256, False)
 
 
 def test_a_batch_on_a_cpu_has_about_as_many_tokens_whatever_the_network():
     for patch_size, num_images in ((1, 64), (2, 256), (4, 1024)):
         net = DiT(8, patch_size, 3, 16, 1, 2, num_classes=10)
-        assert default_batch_size(source_of(net)) == num_images == 4096 // net.num_tokens
+        assert model_of(net).default_batch_size(bf16=False) == num_images == 4096 // net.num_tokens
 
 
 def test_blocks_are_compiled_where_the_work_outlasts_that(monkeypatch):
-    source = source_of(num_steps=10)
+    model = model_of(num_steps=10)
     if not can_compile(ALONE.device):
         pytest.skip("no compiler, or no headers of Python")
     first, _ = COMPILE_SEC["cpu"]
-    flops = 19 * source.precond.net.flops([source.precond.net.num_tokens]).forward
+    flops = 19 * model.precond.net.flops([model.precond.net.num_tokens]).forward
     rate = drawing.FLOPS_PER_SEC["cpu"] * drawing.cpu_count()
     just = int(first / drawing.SAVED_SHARE["cpu"] * rate / flops)
-    assert [is_worth_compiling(source, n) for n in (just, just + 2)] == [False, True]
-    # The same for each rank of any number: the bits of a sample depend on it.
-    assert is_worth_compiling(source_of(num_steps=10, launch=Launch(3, 8)), just + 2)
+    assert [model.is_worth_compiling(n) for n in (just, just + 2)] == [False, True]
     # A second length takes longer to compile, and costs less.
-    sparse = source_of(guidance=SparseGuidance(2.0), num_steps=10)
-    assert drawing.num_lengths(sparse.count_evaluations()) == 2
+    assert model_of(guidance=SparseGuidance(2.0), num_steps=10).num_lengths == 2
     monkeypatch.setattr(drawing, "can_compile", lambda device: False)
-    assert not is_worth_compiling(source, 10**9)
+    assert not model.is_worth_compiling(10**9)
 
 
 def test_evaluations_are_counted_without_running_the_network():
-    source = source_of(guidance=CFG(2.0), num_steps=3)
-    with mock.patch.object(source.precond.net, "forward", side_effect=AssertionError("ran")):
-        counted = source.count_evaluations()
-    net = source.precond.net
-    assert counted == Counter({(net, (net.num_tokens,)): 10})
-    assert source.cost() is None, "a count costs nothing"
+    model = model_of(guidance=CFG(2.0), num_steps=3)
+    net = model.precond.net
+    with mock.patch.object(net, "forward", side_effect=AssertionError("ran")):
+        assert model.evaluations == Counter({(net, (net.num_tokens,)): 10})
 
 
 def test_a_sample_that_is_not_finite_is_named():
     class Broken(CFG):
         def __call__(self, strong):
-            def denoise(x, t):
+            def denoise(x, t, with_variance):
                 return torch.where(strong.class_labels.view(-1, 1, 1, 1) == 2, torch.nan, x)
 
             return denoise
 
-    source = source_of(guidance=Broken(), batch_size=2, first_seed=100)
+    images = Drawing(model_of(guidance=Broken()), DrawOptions(8, 2, first_seed=100))
     with pytest.raises(ValueError, match=r"the sample of seed 102 is not finite \(the network ran in fp32\)"):
-        source(8)
-    assert source(2)[0].shape[0] == 2
+        list(images.batches(2, range(4)))
+    assert [len(part.images) for part in images.batches(2, [0])] == [2]
 
 
 @pytest.fixture(scope="module")
@@ -130,17 +124,16 @@ class Stopped(Exception):
 
 
 def stop_after(num_parts):
-    """Draw so many parts, and come to an end at the next."""
+    """Draw so many parts, and come to an end at the next; collect the parts."""
     calls = []
 
-    def latents(self, *arguments, **options):
-        if not options.get("counting_only"):
-            calls.append(arguments)
-            if len(calls) > num_parts:
-                raise Stopped
-        return LATENTS(self, *arguments, **options)
+    def latents(self, part):
+        calls.append(part)
+        if len(calls) > num_parts:
+            raise Stopped
+        return LATENTS(self, part)
 
-    return mock.patch("diffusion.generate.ImageSource.latents", latents), calls
+    return mock.patch("builders.drawing.Drawing.latents", latents), calls
 
 
 def stopped(run, output, num_parts, *overrides):
@@ -163,7 +156,7 @@ def test_a_job_that_is_stopped_goes_on_and_gives_the_same_file(run, tmp_path, nu
     patch, calls = stop_after(4)
     with patch, mock.patch("sys.argv", ["sample.py", "the", "same", "in", "other", "words"]):
         ask(run, tmp_path / "s.npz", *options, "grid_columns=10", "overwrite=true")
-    assert [start for start, _ in calls] == [3 * part for part in range(num_parts, 4)]
+    assert calls == list(range(num_parts, 4))
     for suffix in (".npz", ".png"):
         files = (tmp_path / f"{name}{suffix}" for name in ("whole", "s"))
         assert len({file.read_bytes() for file in files}) == 1
@@ -196,7 +189,7 @@ def test_leftovers_of_another_job_decide_nothing(run, tmp_path):
     with pytest.raises(UserError, match=r"about.json is damaged"):
         ask(run, tmp_path / "s.npz", "first_seed=2")
     with (
-        mock.patch("builders.drawing.default_batch_size", lambda source: 7),
+        mock.patch("builders.drawing.ImageModel.default_batch_size", lambda *_: 7),
         mock.patch("builders.drawing.has_fast_bf16", lambda device: False),
     ):
         left_open = ("batch_size=null", "num_samples=300", "overwrite=true", "first_seed=2")
@@ -209,21 +202,21 @@ def test_a_job_without_parts_is_no_job(run, tmp_path):
     """As after a disk that was too small, or a first sample that was not finite."""
     stopped(run, tmp_path / "s.npz", 0)
     assert list(tmp_path.iterdir()) == []
-    folder = PartFolder(tmp_path / "p", {"a": 1}, 2)
+    folder = PartCache(tmp_path / "p", {"a": 1}, 2, 1)
     folder.start()
-    assert PartFolder(tmp_path / "p", {"a": 2}, 2).start() == [0, 1]
+    assert PartCache(tmp_path / "p", {"a": 2}, 2, 1).start() == [0, 1]
     (tmp_path / "link").symlink_to(tmp_path / "p")
     with pytest.raises(ValueError, match=r"link is a link, which may lead anywhere: remove it"):
-        PartFolder(tmp_path / "link", {"a": 2}, 2).start()
+        PartCache(tmp_path / "link", {"a": 2}, 2, 1).start()
 
 
-@pytest.mark.parametrize("moment", ["sample.write_json", "runtime.parts.PartFolder.remove"])
+@pytest.mark.parametrize("moment", ["sample.write_json", "runtime.parts.PartCache.remove"])
 def test_a_kill_while_parts_are_joined_is_mended_by_the_same_command(run, tmp_path, moment):
     ask(run, tmp_path / "whole.npz")
     with mock.patch(moment, side_effect=Stopped), pytest.raises(Stopped):
         ask(run, tmp_path / "s.npz")
     assert (tmp_path / "s.npz").exists() == moment.endswith("remove")
-    with mock.patch("diffusion.generate.generate", side_effect=AssertionError("drawn again")):
+    with mock.patch("builders.drawing.generate", side_effect=AssertionError("drawn again")):
         ask(run, tmp_path / "s.npz")
     assert not (tmp_path / "s.npz.partial").exists()
     assert (tmp_path / "s.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
@@ -257,14 +250,14 @@ def test_too_little_disk_space_is_an_error_before_any_image(run, tmp_path):
 
 def test_a_picture_grows_while_images_are_drawn(run, tmp_path):
     shown = []
-    write = PartFolder.write
+    write = PartCache.write
 
     def watched(self, i, arrays):
         write(self, i, arrays)
         picture = self.path / "grid.png"
         shown.append(np.asarray(Image.open(picture)) if picture.exists() else None)
 
-    with mock.patch.object(PartFolder, "write", watched):
+    with mock.patch.object(PartCache, "write", watched):
         ask(run, tmp_path / "s.npz", "labels=balanced")
     last = np.asarray(Image.open(tmp_path / "s.png"))
     assert shown[0] is None
@@ -315,7 +308,7 @@ def test_a_score_that_is_stopped_goes_on(scored, tmp_path):
     patch, calls = stop_after(1)
     with patch, pytest.raises(Stopped):
         score("again")
-    assert ([start for start, _ in calls], seen) == ([3, 6], [3])
+    assert (calls, seen) == ([1, 2], [3])
     assert not (tmp_path / "again.json").exists()
     seen.clear()
     again = score("again")
@@ -329,7 +322,7 @@ def test_more_metrics_and_other_checkpoints_share_what_was_looked_at(scored):
     score, seen = scored
     score("few", "precision_recall=false")
     seen.clear()
-    with mock.patch("diffusion.generate.ImageSource.latents", autospec=True, side_effect=LATENTS) as latents:
+    with mock.patch("builders.drawing.Drawing.latents", autospec=True, side_effect=LATENTS) as latents:
         more = score("more", "kid=true")
     assert (seen, latents.call_count) == ([], 0)
     assert {"precision10", "kid10"} <= more["values"].keys()
@@ -373,10 +366,11 @@ def test_features_depend_on_the_arguments_of_a_detector():
     reference = Reference(images=ArrayImages(np.zeros((9, 4, 4, 3), np.uint8)))
     places = set()
     for factor in (1, 2):
-        asked = {"num_samples": 5, "labels": "random", "launch": ALONE, "batch_size": 3, "kept_in": Path("x")}
-        suite = Suite(reference, detector=Detector(factor), metrics={"k": KernelDistance()}, **asked)
+        asked = {"num_samples": 5, "labels": "random", "launch": ALONE, "batch_size": 3}
+        asked |= {"metrics": {"k": KernelDistance()}, "features": Path("x")}
+        suite = Suite(reference, detector=Detector(factor), **asked)
         suite.detector_config = {"factor": factor}
-        places.add(suite.parts_named("samples", {}, reference.images).path)
+        places.add(suite.cache("samples", {}, reference.images).path)
     assert len(places) == 2
 
 

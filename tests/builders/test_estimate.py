@@ -9,7 +9,7 @@ import pytest
 from builders import estimate
 from builders.estimate import Estimate, free_disk, free_memory, optimizer_bytes
 from builders.evaluators import drawing_flops
-from builders.network import build_net
+from builders.schemas import TrainConfig
 from builders.summary import check_resources, duration
 from runtime.launch import ALONE, Launch
 from tests.runs import TINY, tiny_run, tiny_trainer, validated
@@ -33,10 +33,11 @@ def test_sampling_is_part_of_the_time(tmp_path):
     [("adamw", (8, 8)), ("sgd", (4, 4)), ("sgd optimizer.momentum=0", (0, 0)), ("muon", (4, 8))],
 )
 def test_the_state_of_an_optimizer_is_counted(choice, bytes_of_weight):
-    net = build_net(config := validated(*TINY, *f"optimizer={choice}".split()))
+    experiment = validated(*TINY, *f"optimizer={choice}".split())
+    net = experiment.meta_net
     matrices = sum(p.numel() for name, p in net.named_parameters() if p.ndim == 2 and "blocks." in name)
     others = sum(p.numel() for p in net.parameters()) - matrices
-    assert optimizer_bytes(config, net) == bytes_of_weight[0] * matrices + bytes_of_weight[1] * others
+    assert optimizer_bytes(experiment) == bytes_of_weight[0] * matrices + bytes_of_weight[1] * others
 
 
 def test_the_banner_says_what_will_happen(tmp_path, capsys):
@@ -66,14 +67,13 @@ def test_the_banner_says_what_will_happen(tmp_path, capsys):
 def test_hopeless_runs_are_refused_unless_the_user_insists(takes, steps, message):
     usual = {"step_sec": 1.0, "memory": GIB, "checkpoints": GIB}
     request = (Estimate(**usual | takes), steps, 20 * GIB, 5 * GIB)
-    lines = check_resources({"check_resources": False, "milestone_every": None}, *request)
+    lines = check_resources(TrainConfig(check_resources=False), *request)
     assert len(lines) == (message is not None)
-    train = {"check_resources": True, "milestone_every": None}
     if message is None:
-        check_resources(train, *request)
+        check_resources(TrainConfig(), *request)
         return
     with pytest.raises(ValueError) as error:
-        check_resources(train, *request)
+        check_resources(TrainConfig(), *request)
     assert str(error.value).startswith(message) and "(train.check_resources=false" in str(error.value)
 
 
@@ -84,7 +84,7 @@ def test_a_hopeless_run_ends_before_anything_is_written_or_its_memory_taken(
     monkeypatch.setattr(f"builders.trainer.free_{free}", lambda _: 0)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"of {free} are needed"):
         if free == "memory":
-            patch.setattr("builders.trainer.build_ema", None)  # is not reached
+            patch.setattr("builders.trainer._load_init", None)  # is not reached
         tiny_trainer(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     tiny_run(tmp_path / "run", "train.total_steps=1", "train.check_resources=false")

@@ -7,7 +7,7 @@ from omegaconf.errors import InterpolationResolutionError
 from builders import recipe
 from data import LatentManifest, LatentWriter
 from runtime.provenance import flatten
-from tests.runs import TINY, tiny_run, validated
+from tests.runs import TINY, tiny_run, validated, written
 
 
 def write_latents(folder, count=40, size=64, channels=3):
@@ -25,7 +25,7 @@ def latents(tmp_path):
 
 
 def chosen(*overrides):
-    return flatten(validated("data=latents", *overrides))
+    return flatten(written("data=latents", *overrides))
 
 
 @pytest.fixture
@@ -96,11 +96,11 @@ def test_a_run_keeps_its_recipe_on_another_machine(tmp_path, monkeypatch):
     own = ("data=latents", latents, *TINY[1:3], "train.total_steps=4", "train.sample_every=null")
     tiny_run(tmp_path / "run", *own, "train.compile=false")
     asked = ("data=latents", latents, f"output_dir={tmp_path / 'run'}", "train.compile=false")
-    before = flatten(validated(*asked))
+    before = flatten(written(*asked))
     assert before["model.hidden_size"] == 32, "as in the run, not as on the command line"
     monkeypatch.setattr(recipe, "device_type", lambda: "cuda")
-    assert flatten(validated(*asked)) == before
-    assert flatten(validated(*asked[:2]))["model.hidden_size"] == 384, "another run"
+    assert flatten(written(*asked)) == before
+    assert flatten(written(*asked[:2]))["model.hidden_size"] == 384, "another run"
 
 
 def test_other_data_have_no_size_of_their_own():

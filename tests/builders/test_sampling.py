@@ -8,8 +8,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import sample
-from builders import config as configuration
-from builders.sampling import open_source
+from builders.config import resolve
+from builders.sampling import open_model, read_request
 from diffusion import random_labels
 from evaluation.pictures import CAPTION_HEIGHT
 from runtime.errors import UserError
@@ -33,8 +33,8 @@ def run(tmp_path_factory):
 
 
 def opened(run, *overrides):
-    request = configuration.resolve(composed(f"run={run}", "num_samples=4", *overrides, config_name="sample"))
-    return open_source(request, ALONE)
+    request = resolve(composed(f"run={run}", "num_samples=4", *overrides, config_name="sample"))
+    return open_model(read_request(request), ALONE)
 
 
 def files(folder):
@@ -70,11 +70,11 @@ def test_sampling_defaults_to_the_configuration_of_the_run(run, tmp_path):
     config = tmp_path / "guided/config.yaml"
     config.write_text(config.read_text().replace("guidance_scale: 1.0\n", "guidance_scale: 4.0\n"))
     for asked, scale in (((), 4.0), (("guidance_scale=2",), 2.0)):
-        source, _, record = opened(tmp_path / "guided", *asked)
-        assert source.guidance.guidance_scale == record["guidance"]["guidance_scale"] == scale
-        assert source.sampler.keywords["num_steps"] == 2
-    source, _, _ = opened(run, "num_steps=3", "first_seed=5")
-    assert (source.sampler.keywords["num_steps"], source.first_seed) == (3, 5)
+        model, _, record = opened(tmp_path / "guided", *asked)
+        assert model.guidance.guidance_scale == record["guidance"]["guidance_scale"] == scale
+        assert model.sampler.keywords["num_steps"] == 2
+    model, _, record = opened(run, "num_steps=3", "first_seed=5")
+    assert (model.sampler.keywords["num_steps"], record["first_seed"]) == (3, 5)
 
 
 @pytest.mark.parametrize(
@@ -120,16 +120,16 @@ def test_other_samples_have_another_name(run):
     options += ["mixed_precision=bf16", "mixed_precision=no", "decoding=official", "checkpoint=4"]
     names = set()
     for asked in ("", *options):
-        request = configuration.resolve(composed(f"run={run}", *asked.split(), config_name="sample"))
-        names.add(open_source(request, ALONE)[1])
+        request = resolve(composed(f"run={run}", *asked.split(), config_name="sample"))
+        names.add(open_model(read_request(request), ALONE)[1])
     assert len(names) == 1 + len(options)
 
 
 def test_the_weights_of_a_weak_network_are_recorded(run):
     """Here of the run itself, where no other is named."""
     asked = (f"run={run}", "guidance=auto", "guidance.weak_checkpoint=4")
-    request = configuration.resolve(composed(*asked, config_name="sample"))
-    _, _, record = open_source(request, ALONE)
+    request = resolve(composed(*asked, config_name="sample"))
+    _, _, record = open_model(read_request(request), ALONE)
     file = run / "checkpoints/step_00000004/ema.safetensors"
     assert record["weak_weights"] == {str(file): sha256(file)}
     assert record["guidance"]["weak_run"] == str(run)

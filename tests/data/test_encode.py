@@ -14,7 +14,7 @@ from data.writer import lock_of
 from runtime.errors import UserError
 from runtime.lock import Busy
 from runtime.machine import start_process
-from runtime.parts import PartFolder
+from runtime.parts import PartCache
 from tests import programs
 from tests.faults.killing import ENVIRONMENT, TWO
 from tests.photos import photographs, write_autoencoder, write_photographs
@@ -43,13 +43,13 @@ def small_parts(monkeypatch):
 @pytest.fixture
 def written(monkeypatch):
     """The numbers of the parts that are written, in their order."""
-    numbers, write = [], PartFolder.write
+    numbers, write = [], PartCache.write
 
     def watched(folder, number, part):
         write(folder, number, part)
         numbers.append(number)
 
-    monkeypatch.setattr(PartFolder, "write", watched)
+    monkeypatch.setattr(PartCache, "write", watched)
     return numbers
 
 
@@ -326,7 +326,7 @@ def test_two_processes_and_one_that_was_killed_end_like_one(tmp_path, vae):
 def test_a_source_that_is_gone_is_not_corrupt_images(tmp_path, vae, small_parts, monkeypatch):
     """A disk that is unmounted half-way must not leave half of the images out."""
     write_photographs(tmp_path / "photos")
-    write = PartFolder.write
+    write = PartCache.write
 
     def unmount(folder, number, part):
         write(folder, number, part)
@@ -337,7 +337,7 @@ def test_a_source_that_is_gone_is_not_corrupt_images(tmp_path, vae, small_parts,
         r"No such file or directory; fix this and run the same command again to resume: '(china|flower)/\d+"
     )
     with monkeypatch.context() as patch, pytest.raises(UserError, match=message):
-        patch.setattr(PartFolder, "write", unmount)
+        patch.setattr(PartCache, "write", unmount)
         run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true")
     (tmp_path / "elsewhere").rename(tmp_path / "photos")
     assert run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true").manifest.count == 10

@@ -26,7 +26,7 @@ def write_folder(folder, names=NAMES, images=IMAGES):
 
 def read(images, batch_size=4):
     parts = range(-(-images.count // batch_size))
-    return np.concatenate([batch for _, batch in images.batches(batch_size, parts)])
+    return np.concatenate([part.images for part in images.batches(batch_size, parts)])
 
 
 def test_every_kind_gives_the_same_images_in_sorted_order(tmp_path):
@@ -55,7 +55,7 @@ def test_processes_share_images_without_gaps_or_doubles(tmp_path, count, batch_s
         seen = []
         for process in range(num_processes):
             mine = range(process, -(-count // batch_size), num_processes)
-            for part, batch in open_images(path).batches(batch_size, mine):
+            for part, batch, _ in open_images(path).batches(batch_size, mine):
                 seen += zip(range(part * batch_size, count), batch, strict=False)
         assert sorted(i for i, _ in seen) == list(range(count))
         assert all((image == IMAGES[i]).all() for i, image in seen)

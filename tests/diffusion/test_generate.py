@@ -4,16 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion import (
-    CFG,
-    EDMPrecond,
-    ImageSource,
-    SparseGuidance,
-    edm_sampler,
-    generate,
-    random_labels,
-)
-from runtime.launch import Launch
+from builders.drawing import Drawing, DrawOptions, ImageModel
+from diffusion import CFG, EDMPrecond, SparseGuidance, edm_sampler, generate, random_labels
 from tests.networks import PAPER, small_dit
 
 PRECOND = EDMPrecond(small_dit([PAPER])).eval()
@@ -30,10 +22,18 @@ def drawn(batch_size, guidance, **sampler):
     return torch.cat(latents)
 
 
-def source(sampler=TWO_STEPS, guidance_scale=1.0, **options):
-    arguments = {"batch_size": 3, "launch": Launch(), **options}
+def images(num_samples, sampler=TWO_STEPS, guidance_scale=1.0, classes=range(10), **options):
+    """Images and labels of a model in batches of 3."""
     decode = lambda x: x.permute(0, 2, 3, 1).numpy()  # noqa: E731
-    return ImageSource(PRECOND, sampler, CFG(guidance_scale), decode, **arguments)
+    model = ImageModel(PRECOND, sampler, CFG(guidance_scale), decode, CPU, classes)
+    drawn = Drawing(model, DrawOptions(num_samples, 3, **options))
+    parts = drawn.batches(3, range(-(-num_samples // drawn.part_size)))
+    return np.concatenate([part.images for part in parts]), drawn.labels()
+
+
+def labels(num_samples, start=0, classes=range(10), **options):
+    model = ImageModel(PRECOND, TWO_STEPS, CFG(), None, CPU, classes)
+    return Drawing(model, DrawOptions(num_samples, 3, **options)).labels(start).tolist()
 
 
 @pytest.mark.parametrize("churn", [{}, {"S_churn": 10}])
@@ -62,25 +62,24 @@ def test_initial_noise_is_bitwise_the_same_for_any_batch_size():
     assert torch.equal(seen[0], torch.cat(seen[1:]))
 
 
-def test_a_source_neither_routes_nor_drops_labels():
-    expected, _ = source()(3)
+def test_a_model_neither_routes_nor_drops_labels():
+    expected, _ = images(3)
     PRECOND.train()
-    images, _ = source()(3)
-    assert (images == expected).all()
+    assert (images(3)[0] == expected).all()
 
 
-def test_an_image_source_guides_away_from_the_null_class():
+def test_a_model_guides_away_from_the_null_class():
     def look_once(denoise, noise, path, *, randn_like):
         return denoise(noise, torch.tensor(0.5))
 
-    images, labels = source(look_once, guidance_scale=3.0, first_seed=5)(2)
+    drawn, classes = images(2, look_once, guidance_scale=3.0, first_seed=5)
     noise = torch.stack([torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(s)) for s in (5, 6)])
     with torch.no_grad():
         conditional, unconditional = (
-            PRECOND(noise, torch.tensor(0.5), torch.tensor(y)) for y in (labels, [10, 10])
+            PRECOND(noise, torch.tensor(0.5), torch.tensor(y)) for y in (classes, [10, 10])
         )
     expected = unconditional + 3 * (conditional - unconditional)
-    np.testing.assert_allclose(images, expected.permute(0, 2, 3, 1), rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(drawn, expected.permute(0, 2, 3, 1), rtol=1e-3, atol=1e-4)
 
 
 def test_random_labels_depend_on_their_seed_alone():
@@ -89,32 +88,29 @@ def test_random_labels_depend_on_their_seed_alone():
     counts = many.bincount(minlength=10)
     assert len(counts) == 10
     assert (counts - 300).abs().max() < 100
-    whole, _ = source(labels="random")(8)
-    rest, labels = source(labels="random", first_seed=5)(3)
+    whole, _ = images(8, labels="random")
+    rest, classes = images(3, labels="random", first_seed=5)
     np.testing.assert_allclose(rest, whole[5:], atol=1e-5)
-    assert labels.tolist() == many[5:8].tolist()
+    assert classes.tolist() == many[5:8].tolist()
 
 
 def test_labels_are_those_that_were_asked_for():
-    balanced = source()
-    assert balanced.with_labels("random").labels(8).tolist() == random_labels(range(8), 10).tolist()
-    assert balanced.labels(12).tolist() == [*range(10), 0, 1]
-    assert source(class_label=4).labels(3).tolist() == [4, 4, 4]
-    assert source(class_label=0, labels="random").labels(2).tolist() == [0, 0]
+    assert labels(8, labels="random") == random_labels(range(8), 10).tolist()
+    assert labels(12) == [*range(10), 0, 1]
+    assert labels(3, class_label=4) == [4, 4, 4]
+    assert labels(2, class_label=0, labels="random") == [0, 0]
 
 
 def test_classes_that_were_not_trained_are_never_drawn():
     trained = [1, 4, 9]
-    for labels in ("random", "balanced"):
-        some, every = (source(labels=labels, classes=classes) for classes in (trained, range(10)))
-        assert sorted(set(some.labels(60).tolist())) == trained
-        assert torch.equal(some.labels(60)[20:], some.labels(60, 20))
-        assert torch.equal(every.labels(60), source(labels=labels).labels(60))
+    for kind in ("random", "balanced"):
+        some = labels(60, classes=trained, labels=kind)
+        assert sorted(set(some)) == trained
+        assert some[20:] == labels(60, 20, classes=trained, labels=kind)
 
 
 def test_samples_in_bf16_are_near_those_in_fp32():
-    one, _ = source()(3)
-    other, _ = source(bf16=True)(3)
+    one, _ = images(3)
+    other, _ = images(3, mixed_precision="bf16")
     assert one.dtype == other.dtype == np.float32
-    assert source().image_shape == one.shape[1:]
     assert 0 < np.abs(one - other).max() < 0.05 * np.abs(one).max()

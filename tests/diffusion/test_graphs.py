@@ -7,11 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from builders.drawing import prepare
-from diffusion import CFG, EDMPrecond, ImageSource, SparseGuidance, edm_sampler
+from builders.drawing import Drawing, DrawOptions, ImageModel
+from diffusion import CFG, EDMPrecond, SparseGuidance, edm_sampler
 from diffusion.graphs import replay_forward
 from routing import Routing
-from runtime.launch import Launch
 from tests.networks import PAPER, small_batch, small_dit
 
 GUIDANCE = {
@@ -46,15 +45,18 @@ def replayed():
     return net
 
 
+def model_of(net, guidance, device="cpu", **sampler):
+    sampler = partial(edm_sampler, num_steps=5, **sampler)
+    return ImageModel(EDMPrecond(net.to(device)), sampler, guidance, None, torch.device(device), range(10))
+
+
 def latents_of(net, guidance, device="cpu", compiled=False, bf16=False):
-    launch = Launch(device=torch.device(device))
-    sampler = partial(edm_sampler, num_steps=5)
-    source = ImageSource(
-        EDMPrecond(net.to(device)), sampler, guidance, None, batch_size=4, launch=launch, bf16=bf16
-    )
+    model = model_of(net, guidance, device)
+    options = DrawOptions(8, 4, mixed_precision="bf16" if bf16 else "no")
     if compiled:
-        prepare(source)
-    return [source.latents(start, 4).cpu() for start in (0, 4)]
+        model = model.compiled
+    images = Drawing(model, options)
+    return [images.latents(part)[0].cpu() for part in (0, 1)]
 
 
 @pytest.mark.parametrize("name", GUIDANCE)
@@ -111,13 +113,11 @@ def test_samples_on_a_gpu_are_those_of_eager_forwards(name, bf16):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_nothing_waits_for_the_device_inside_a_trajectory():
-    launch, sampler = Launch(device=torch.device("cuda")), partial(edm_sampler, num_steps=5, S_churn=10)
-    precond = EDMPrecond(small_dit([PAPER]).cuda())
-    source = ImageSource(precond, sampler, GUIDANCE["sparse"], None, batch_size=4, launch=launch)
-    prepare(source)
-    source.latents(0, 4)
+    model = model_of(small_dit([PAPER]), GUIDANCE["sparse"], "cuda", S_churn=10).compiled
+    images = Drawing(model, DrawOptions(8, 4))
+    images.latents(0)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        source.latents(4, 4)
+        images.latents(1)
     finally:
         torch.cuda.set_sync_debug_mode("default")

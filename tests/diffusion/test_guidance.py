@@ -1,8 +1,8 @@
 """Guidance over the predictions of a small network with a route."""
 
-from collections import Counter
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,16 +14,15 @@ from diffusion import (
     EDMPrecond,
     FlowPath,
     FlowPrecond,
-    ImageSource,
     PathDropGuidance,
     SparseGuidance,
     edm_sampler,
+    generate,
 )
-from diffusion.generate import cost_of_evaluations
+from diffusion.generate import cost_of_evaluations, count_evaluations, expected_times
 from diffusion.guidance import predict
 from models.rejoin import Fuse, Mask
 from routing import Routing, grid_router
-from runtime.launch import ALONE
 from tests.networks import BLOCKS, PAPER, small_batch, small_dit
 
 NET = small_dit([PAPER]).eval()
@@ -92,10 +91,9 @@ def test_guidance_steps_from_its_weak_branch_past_the_strong_one(guidance, stron
     ids=lambda g: type(g).__name__,
 )
 def test_scale_one_is_conditional_at_the_cost_of_one(guidance):
-    counted = Counter()
     guidance.load(lambda run, checkpoint: OTHER)
-    assert torch.equal(guidance(strong(evaluations=counted))(X, T), D(LABELS))
-    assert counted.total() == 1
+    assert torch.equal(guidance(strong())(X, T), D(LABELS))
+    assert count_evaluations(PRECOND, guidance, [T]).total() == 1
 
 
 @pytest.mark.parametrize(
@@ -163,9 +161,7 @@ def test_masks_are_fresh_or_fixed_shared_or_not(masks, share_masks):
 
 
 def test_path_drop_guidance_skips_the_window_and_needs_no_classes():
-    counted = Counter()
-    PathDropGuidance(2.0)(strong(evaluations=counted))(X, T)
-    assert counted == {(NET, (16,)): 1, (NET, (0,)): 1}
+    assert count_evaluations(PRECOND, PathDropGuidance(2.0), [T]) == {(NET, (16,)): 1, (NET, (0,)): 1}
     guided = PathDropGuidance(2.0)(Branch(UNCONDITIONAL, None))(X, T)
     weak = D(None, Routing(1), UNCONDITIONAL)
     torch.testing.assert_close(guided, weak + 2 * (D(None, None, UNCONDITIONAL) - weak))
@@ -202,14 +198,22 @@ def test_branches_of_one_network_and_length_share_a_forward():
 
 def test_the_cost_of_an_image_counts_every_forward():
     def cost(guidance):
-        sampler, decode = partial(edm_sampler, num_steps=3), lambda x: x.permute(0, 2, 3, 1).numpy()
-        source = ImageSource(PRECOND, sampler, guidance, decode, batch_size=4, launch=ALONE)
-        assert source.cost() is None
-        list(source.batches(6, 4, range(2)))
-        counted = source.count_evaluations()
-        assert cost_of_evaluations(counted, 1) == source.cost()
-        return source.cost()
+        sampler = partial(edm_sampler, num_steps=3)
+        taken, images = [], []
 
+        def counted(x, *arguments, **options):
+            images.append(len(x))
+            return forward(x, *arguments, **options)
+
+        options = {"seeds": range(4), "class_labels": LABELS[:1].expand(4), "device": torch.device("cpu")}
+        with mock.patch.object(NET, "forward", counted):
+            generate(PRECOND, sampler, guidance, **options, times=taken)
+        found = cost_of_evaluations(count_evaluations(PRECOND, guidance, taken))
+        assert sum(images) == 4 * found["network_evaluations"]
+        assert taken == expected_times(PRECOND, sampler)
+        return found
+
+    forward = NET.forward
     T, dense = NET.num_tokens, NET.flops([NET.num_tokens]).forward
     assert cost(CFG(1.0)) == {"network_evaluations": 5, "flops": 5 * dense}
     assert cost(CFG(2.0)) == {"network_evaluations": 10, "flops": 10 * dense}

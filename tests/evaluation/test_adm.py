@@ -23,7 +23,7 @@ from evaluation import (
     precision_recall,
 )
 from evaluation.adm import with_count
-from evaluation.features import ArrayImages, add_up, look
+from evaluation.features import ArrayImages, add_up, extract
 from evaluation.metrics.inception_score import SplitScores
 from evaluation.reference import Gaussian, evenly_spaced
 from evaluation.statistics import AllFeatures, FeatureStatistics
@@ -141,8 +141,8 @@ def test_features_are_kept_and_split_by_the_positions_of_their_images(folder, mo
     monkeypatch.setattr("evaluation.metrics.inception_score.SPLIT_SIZE", 9)
     images = InAnyOrder(folder / "samples.npz")
     needs = [(AllFeatures, "pool"), (FeatureStatistics, "spatial"), (SplitScores, "probs")]
-    parts = [*look(FEW, images, batch_size=3, launch=ALONE, description="")]
-    found, _ = add_up([dict(part) for part in parts], needs, 22, ALONE.device)
+    parts = [*extract(FEW, images, batch_size=3, launch=ALONE)]
+    found = add_up([dict(part) for part in parts], needs, 22, ALONE.device)
     features, (kept, spatial, splits) = FEW(SAMPLES), (found[need] for need in needs)
     np.testing.assert_allclose(kept.features, features["pool"], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(spatial.mean, features["spatial"].double().mean(dim=0), rtol=1e-5, atol=1e-5)
@@ -173,7 +173,7 @@ def test_parts_are_split_to_the_detectors_size():
         return {"pool": images.reshape(len(images), -1)}
 
     images = Drawn(np.arange(12, dtype=np.uint8).reshape(12, 1, 1, 1))
-    parts = [*look(detector, images, batch_size=2, launch=ALONE, description="")]
+    parts = [*extract(detector, images, batch_size=2, launch=ALONE)]
     assert seen == [2, 2, 1, 2, 2, 1, 2]
     assert np.concatenate([part["pool"] for part in parts]).ravel().tolist() == list(range(12))
 

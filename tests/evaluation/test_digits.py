@@ -3,13 +3,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import fid
-from builders import scoring
+from builders import references, scoring
 from data import IdentityEncoder, digits, real_images
-from evaluation import ArrayImages, DigitClassifier, LabelAccuracy, Reference, Suite
+from evaluation import ArrayImages, DigitClassifier, LabelAccuracy, Reference, ScoreSamples, Suite
 from evaluation.pictures import (
     CAPTION_HEIGHT,
     OVER_TIME,
@@ -33,8 +32,8 @@ def dataset(tmp_path_factory):
 
 def suite_of(name, dataset, **options):
     """Build the suite of a file of configs/evaluation/ against the training images."""
-    config = {"evaluation": validated(f"evaluation={name}")["evaluation"] | options}
-    return scoring.build_suite(config, scoring.reference_of(dataset, IdentityEncoder(), "data"), ALONE)
+    node = validated(f"evaluation={name}").evaluation.changed(options)
+    return scoring.build_suite(node, references.reference_of(dataset, IdentityEncoder(), "data"), ALONE)
 
 
 def scored(suite, images, labels):
@@ -76,8 +75,8 @@ def test_the_reference_is_the_digits_of_the_training_alone(dataset, tmp_path):
     }
     options = ("data=digits", *TINY[1:], f"data.path={folder}", "evaluation=digits", "train.eval_every=2")
     trainer, run = tiny_trainer(tmp_path / "run", *options)
-    (of_run,) = (evaluator for _, evaluator in trainer.evaluators if isinstance(evaluator, Suite))
-    assert scored(of_run, *held_out) == scored(suite, *held_out)
+    (of_run,) = (evaluator for _, evaluator in trainer.evaluators if isinstance(evaluator, ScoreSamples))
+    assert scored(of_run.suite, *held_out) == scored(suite, *held_out)
     *_, record = run.manifest()["scores"]
     assert (record["detector"]["name"], record["num_samples"]) == ("DigitClassifier", 500)
     run.unlock()
@@ -95,45 +94,27 @@ def test_a_detector_that_is_fitted_works_on_the_first_rank_alone():
         Suite(reference, detector=DigitClassifier(), metrics={"accuracy": LabelAccuracy()}, **asked)
 
 
-class InTwoParts(ArrayImages):
+class Drawn(ArrayImages):
+    """Images in parts, as a network draws them."""
+
     part_size = 150
 
-
-class Source:
-    """The first of some images, in two parts; it remembers which labels were asked for."""
-
     def __init__(self, images, labels):
-        self._images, self._labels, self.image_shape = images, labels, images.shape[1:]
-
-    def with_labels(self, labels):
-        self.asked = labels
-        return self
-
-    def labels(self, num_samples):
-        return torch.from_numpy(self._labels[:num_samples])
-
-    def images(self, num_samples):
-        return InTwoParts(self._images[:num_samples])
-
-    def describe(self):
-        return {}
+        super().__init__(images)
+        self.labels, self.key = lambda: labels, dict
 
 
-@pytest.mark.parametrize("labels", ["random", "balanced"])
-def test_a_training_scores_what_the_source_gives(dataset, labels):
+def test_a_training_scores_what_is_drawn(dataset, tmp_path):
     images, classes = real_images(dataset, dataset.train_ids, IdentityEncoder())
-    config = {"evaluation": validated("evaluation=digits", f"evaluation.labels={labels}")["evaluation"]}
-    config["evaluation"]["num_samples"] = 200
-    reference = scoring.reference_of(dataset, IdentityEncoder(), "data")
-    suite = scoring.build_suite(config, reference, ALONE, source := Source(images, classes))
-    assert suite(step=1) == scored(suite, images[:200], classes[:200])
-    assert source.asked == labels
+    suite, drawn = suite_of("digits", dataset), Drawn(images[:200], classes[:200])
+    assert ScoreSamples(suite, drawn, tmp_path / "p")(step=1) == scored(suite, images[:200], classes[:200])
+    assert not (tmp_path / "p").exists()
 
 
 def test_a_reference_too_large_for_memory_is_refused(dataset, monkeypatch):
-    monkeypatch.setattr("builders.scoring.MAX_REFERENCE_BYTES", 1000)
+    monkeypatch.setattr("builders.references.MAX_REFERENCE_BYTES", 1000)
     with pytest.raises(ValueError, match="has too many images to decode them all"):
-        scoring.reference_of(dataset, IdentityEncoder(), "data")
+        references.reference_of(dataset, IdentityEncoder(), "data")
 
 
 def test_classes_take_turns_in_a_picture():

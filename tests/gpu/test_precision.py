@@ -10,15 +10,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.evaluation_speed import features, random_detectors
-from benchmarks.runs import compose_config, perturb
-from builders.network import build_net, build_precond
+from benchmarks.runs import compose, perturb
 from diffusion import CFG, Branch, edm_sampler
 from evaluation import FeatureStatistics, frechet_distance, precision_recall
 from evaluation.detectors.inception import NUM_POOL_FEATURES
 from evaluation.precision import strict_fp32
 from models import token_mask
 from routing import Routing
-from runtime.config import build_node
 from runtime.machine import can_compile
 
 CPU = torch.device("cpu")
@@ -76,33 +74,34 @@ def relative(found, wanted):
 
 
 def model(kind, tiny):
-    """Configuration and network of a routed or a dense DiT, with no weights at zero."""
+    """Experiment and network of a routed or a dense DiT, with no weights at zero."""
     size = ("data.input_size=8", *TINY) if tiny else ("data.input_size=32", "model/size=s_2")
     data = ("data=synthetic", "data.num_classes=1000", "model.class_dropout_prob=0.5")
-    config = compose_config((f"model={'tread' if kind == 'routed' else 'dit'}", *data, *size))
+    experiment = compose((f"model={'tread' if kind == 'routed' else 'dit'}", *data, *size))
     torch.manual_seed(0)
-    net = build_net(config)
+    net = experiment.net()
     perturb(net)
-    return config, net
+    return experiment, net
 
 
-def batch(config, device):
+def batch(experiment, device):
     """Latents and labels, the same on every device."""
-    sizes, generator = config["data"], torch.Generator().manual_seed(1)
-    shape = (BATCH_SIZE, sizes["in_channels"], sizes["input_size"], sizes["input_size"])
-    x = torch.randn(shape, generator=generator)
-    return x.to(device), torch.randint(sizes["num_classes"], (BATCH_SIZE,), generator=generator).to(device)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH_SIZE, *experiment.latent_shape, generator=generator)
+    labels = torch.randint(experiment.num_classes, (BATCH_SIZE,), generator=generator)
+    return x.to(device), labels.to(device)
 
 
-def loss_and_gradients(config, net, device, precision, masked=False, draw_on=CPU):
+def loss_and_gradients(experiment, net, device, precision, masked=False, draw_on=CPU):
     """The losses of samples and the gradients of all parameters, as in a training step."""
-    precond, loss_fn = build_precond(config, net).train(), build_node(config, "diffusion.loss")()
-    x, labels = batch(config, device)
+    precond, loss_fn = experiment.precond(net).train(), experiment.loss_node.bind()()
+    x, labels = batch(experiment, device)
     masks = {}  # arguments of the loss
     if masked:
         mask = torch.zeros(len(x), *x.shape[2:], device=device)
         mask[:, : mask.shape[1] // 4] = 1  # fewer tokens than a route keeps
-        masks = {"routing": Routing(force_keep=token_mask(mask, config["model"]["patch_size"])), "mask": mask}
+        tokens = token_mask(mask, experiment.model_node.arguments["patch_size"])
+        masks = {"routing": Routing(force_keep=tokens), "mask": mask}
     with computing(precision, device):
         losses = loss_fn(precond, x, labels, generator=torch.Generator(draw_on).manual_seed(0), **masks)
     with computing("tf32" if precision == "tf32" else "fp32", device):
@@ -113,15 +112,15 @@ def loss_and_gradients(config, net, device, precision, masked=False, draw_on=CPU
 
 
 @torch.no_grad()
-def samples(config, net, device, precision):
+def samples(experiment, net, device, precision):
     """Guided samples of a few steps."""
-    noise, labels = batch(config, device)
-    denoise = CFG(GUIDANCE_SCALE)(Branch(build_precond(config, net).eval(), labels))
+    noise, labels = batch(experiment, device)
+    denoise = CFG(GUIDANCE_SCALE)(Branch(experiment.precond(net).eval(), labels))
     with computing(precision, device):
         return {"samples": [edm_sampler(denoise, noise, num_steps=NUM_SAMPLING_STEPS)]}
 
 
-def errors(kind, config, reference, net, device):
+def errors(kind, experiment, reference, net, device):
     """Rows that compare a network on a device with the same in float64 on the CPU."""
     ways = {kind: loss_and_gradients}
     if kind == "routed":  # it samples as a dense one does
@@ -131,9 +130,10 @@ def errors(kind, config, reference, net, device):
     rows = []
     for name, way in ways.items():
         with DrawnByGenerator():
-            wanted = way(config, in_double(reference), CPU, "fp32")
+            wanted = way(experiment, in_double(reference), CPU, "fp32")
             for precision in ("fp32", *["tf32"] * (device.type == "cuda"), "bf16"):
-                rows += apart(f"{name}, {precision}", way(config, net, device, precision), wanted, precision)
+                found = way(experiment, net, device, precision)
+                rows += apart(f"{name}, {precision}", found, wanted, precision)
     return rows
 
 
@@ -145,8 +145,8 @@ def apart(name, found, wanted, precision):
 
 @pytest.mark.parametrize("kind", ["dense", "routed"])
 def test_precision(device, tiny, kind, check):
-    config, net = model(kind, tiny)
-    check(errors(kind, config, net, deepcopy(net).to(device), device))
+    experiment, net = model(kind, tiny)
+    check(errors(kind, experiment, net, deepcopy(net).to(device), device))
 
 
 def test_scores(device, tiny, check):
@@ -178,8 +178,8 @@ def test_compiled_blocks(device, tiny, kind, check):
     if not can_compile(device):
         pytest.skip("needs a compiler")
     torch._dynamo.reset()  # which clears the counters in some versions of torch
-    config, net = model(kind, tiny)
-    way = partial(loss_and_gradients, config, net.to(device), device, draw_on=device)
+    experiment, net = model(kind, tiny)
+    way = partial(loss_and_gradients, experiment, net.to(device), device, draw_on=device)
     precisions = ("fp32",) if tiny else ("fp32", "bf16")
     eager = {precision: way(precision) for precision in precisions}
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -205,11 +205,13 @@ def weights_in_tf32(net):
 @pytest.mark.parametrize("spoil", [a_weight_off, weights_in_tf32])
 def test_another_computation_is_seen(spoil):
     with torch.random.fork_rng():
-        config, net = model("routed", tiny=True)
+        experiment, net = model("routed", tiny=True)
     spoilt = deepcopy(net)
     spoil(spoilt)
-    exceeded = {what for what, error, bound in errors("routed", config, net, spoilt, CPU) if error > bound}
+    exceeded = {
+        what for what, error, bound in errors("routed", experiment, net, spoilt, CPU) if error > bound
+    }
     assert {"routed, fp32: loss", "routed, fp32: gradients", "routed, masks, fp32: gradients"} <= exceeded
     if spoil == weights_in_tf32:
-        found = errors("dense", config, net, spoilt, CPU)
+        found = errors("dense", experiment, net, spoilt, CPU)
         assert "dense, guided, fp32: samples" in {what for what, error, bound in found if error > bound}

@@ -16,7 +16,7 @@ from runtime import launcher
 from runtime.launcher import check_launcher, check_precision, threads_are_chosen
 from runtime.provenance import environment
 from tests.programs import ROOT, start
-from tests.runs import validated
+from tests.runs import written
 
 ONE = {"OMP_NUM_THREADS": "1"}
 MARK = {"ACCELERATE_MIXED_PRECISION": "no"}
@@ -84,9 +84,9 @@ def test_variables_of_wandb_are_defaults_of_its_keys(monkeypatch):
         ({"WANDB_MODE": "disabled", "WANDB_PROJECT": "mine"}, "mine", "disabled"),
     ):
         monkeypatch.setattr(os, "environ", variables)
-        tracker = validated("tracker=wandb")["tracker"]
+        tracker = written("tracker=wandb")["tracker"]
         assert (tracker["project"], tracker["mode"]) == (project, mode)
-        assert validated("tracker=wandb", "tracker.mode=online")["tracker"]["mode"] == "online"
+        assert written("tracker=wandb", "tracker.mode=online")["tracker"]["mode"] == "online"
 
 
 @pytest.mark.parametrize(

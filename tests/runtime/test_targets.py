@@ -2,12 +2,11 @@
 
 import pytest
 
-from builders import config as configuration
-from runtime.config import build_node
+from runtime.nodes import read_nodes
 from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target
 from tests.outside import TIMEIT, spoil_run
 from tests.programs import start
-from tests.runs import ROOT, composed
+from tests.runs import ROOT, validated
 
 OWN = """
 import torch
@@ -83,12 +82,12 @@ def test_a_file_that_is_not_yaml_is_named(tmp_path):
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_a_node_that_was_changed_after_it_was_checked_is_not_built():
-    config = configuration.validate(composed())
-    with pytest.raises(
-        ValueError, match=r"sampler\._target_=timeit\.timeit must be diffusion\.adaptive_sampler or "
-    ):
-        build_node(config | {"sampler": TIMEIT}, "sampler")
+def test_no_node_is_made_of_what_may_not_be_built():
+    message = r"sampler\._target_=timeit\.timeit must be diffusion\.adaptive_sampler or "
+    with pytest.raises(ValueError, match=message):
+        read_nodes(TIMEIT, "sampler")
+    with pytest.raises(ValueError, match=message):
+        validated().sampler_node.changed(TIMEIT)
 
 
 @pytest.mark.slow

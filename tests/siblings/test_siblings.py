@@ -35,7 +35,7 @@ def run(tmp_path_factory):
 @pytest.fixture
 def opened(run, monkeypatch):
     folders = (ROOT / "configs", CONFIGS)
-    for place in ("builders.config", "runtime.config"):
+    for place in ("builders.experiment", "runtime.nodes"):
         monkeypatch.setattr(f"{place}.config_folders", lambda: folders)
     return open_run(run)
 

@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.results import Record, read_results
-from builders.network import build_net
 from models import cost_of
 from reports.runs import Run
 from study import twins
@@ -30,15 +28,15 @@ def configured(study, arm):
 @pytest.mark.parametrize(("study", "arm"), COMPOSED)
 def test_every_arm_composes_and_differs_in_the_network_or_its_routes_alone(study, arm):
     """From the first of its study, and a routed one of a series from its dense twin."""
-    config, first = configured(study, arm), configured(study, next(iter(twins.STUDIES[study].arms)))
-    with torch.device("meta"):
-        dense, own = (cost_of(build_net(each)) for each in (first, config))
+    experiments = configured(study, next(iter(twins.STUDIES[study].arms))), configured(study, arm)
+    dense, own = (cost_of(each.meta_net) for each in experiments)
+    first, config = (each.written for each in experiments)
     if arm.startswith(("routed", "ratio", "late", "early", "sprint")) and study not in SERIES:
         assert own.routed_training_flops < dense.dense_training_flops
     changed = {key for key in config if config[key] != first[key]} - {"method", "run_name", "output_dir"}
     assert changed <= {"model", "routing"}
     if arm.startswith("routed, ") and arm not in twins.LONGER:
-        twin = configured(study, arm.replace("routed", "dense"))
+        twin = configured(study, arm.replace("routed", "dense")).written
         assert twin["model"] | {"routes": config["model"]["routes"]} == config["model"]
 
 
@@ -145,5 +143,5 @@ def test_an_arm_of_equal_flops_gets_as_many_steps_as_the_dense_ones_cost(tmp_pat
     study = twins.STUDIES["mixture"]
     arms = twins.arms_of(study, asked.arms, ["optimizer.weight_decay=0.1"])
     factors = [*twins.Work("mixture", study, arms, asked, None).factors.values()]
-    cost = cost_of(build_net(configured("mixture", "routed")))
+    cost = cost_of(configured("mixture", "routed").meta_net)
     assert factors == [1.0, 1.0, pytest.approx(cost.dense_training_flops / cost.routed_training_flops)]

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from builders.network import build_net
 from builders.trainer import check_init_from, check_init_shapes
 from tests.networks import small_dit
 from tests.runs import TINY, tiny_trainer, validated
@@ -124,7 +123,7 @@ def test_what_shapes_do_not_tell_of_weights_has_to_agree(tmp_path, short_run):
     file = tmp_path / "file.pt"
     of_file = ("model.hidden_size=384", "model.depth=1", "model=dit", "train.init_from_objective=edm")
     of_file += (f"train.init_from={file}",)
-    state = build_net(validated(*TINY, *of_file, "model.num_heads=6")).state_dict()
+    state = validated(*TINY, *of_file, "model.num_heads=6").net().state_dict()
     for num_classes, asked, told in (
         (
             10,

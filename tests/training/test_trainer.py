@@ -11,7 +11,6 @@ import yaml
 from safetensors.torch import load_file
 
 from builders.evaluators import GRID_SAMPLES
-from runtime.config import build_node
 from runtime.provenance import flatten
 from tests.latents import write_latents
 from tests.runs import TINY, interrupted, metrics, tiny_run, tiny_trainer, validated
@@ -283,7 +282,7 @@ def test_the_named_entries_are_those_that_were_read(tmp_path):
     options = ("seed=3", "train.micro_batch_size=4")
     trainer, _ = tiny_trainer(tmp_path, *options)
     read = [batch.x for batch in next(trainer.batches.from_step(5))]
-    dataset = build_node(validated(*TINY, *options), "data")()
+    dataset = validated(*TINY, *options).data()
     assert torch.equal(torch.cat(read), dataset.read(np.array(trainer.batches.entries(5)))[0])
 
 

@@ -1,0 +1,266 @@
+"""One experiment: a composed configuration, checked and typed, and the parts that it builds."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from builders.config import OF_OPTIMIZER, register, resolve_nodes
+from builders.kept_tokens import KeptTokensLoss
+from builders.rules import check_latents, check_rules
+from builders.schemas import Config, RoutingConfig, TrainConfig, check_train
+from data import LatentDataset, ShardDataset, mask_coverage
+from diffusion import Guidance, Loss, Precond
+from models import Backbone, token_mask
+from routing import Route, RoutePlan
+from runtime.command_line import one_line
+from runtime.config import compose_config
+from runtime.launch import ALONE, Launch
+from runtime.nodes import Node, check_arguments, config_folders
+from runtime.provenance import flatten, source_sha256
+from runtime.targets import check_apart
+from training.checkpoint import find_checkpoint
+from training.ema import EMA
+from training.optimizer import Optimizer
+from training.run_folder import RunFolder
+
+SCALARS = ("method", "run_name", "output_dir", "wait", "seed", "sweep_metric", "decoding")
+GROUPS = ("data", "optimizer", "ema", "sampler", "guidance")
+PARTS = ("block", "router", "rejoin")  # that not every model has
+TrainingData = LatentDataset | ShardDataset
+
+
+@dataclass(frozen=True, eq=False)
+class Experiment:
+    """A configuration of a training, checked, whose methods build its parts.
+
+    Args:
+        written: the configuration as plain types, as config.yaml has it.
+        evaluation: None: samples are not scored while training.
+    """
+
+    written: dict[str, Any]
+    method: str
+    run_name: str
+    output_dir: str
+    wait: bool
+    seed: int
+    sweep_metric: str | None
+    decoding: str
+    train: TrainConfig
+    routing: RoutingConfig
+    data_node: Node
+    model_node: Node
+    precond_node: Node
+    loss_node: Node
+    optimizer_node: Node
+    ema_node: Node
+    sampler_node: Node
+    guidance_node: Node
+    evaluation: Node | None
+    tracker: Node | None
+
+    @classmethod
+    def of_config(cls, cfg: DictConfig, num_processes: int = 1) -> "Experiment":
+        """Check what Hydra has composed, before anything is built."""
+        written, nodes = resolve_nodes(cfg)
+        train = TrainConfig(**written["train"])
+        check_train(train)
+        written["train"] = asdict(train)  # words in lower case
+        values: dict[str, Any] = {key: written[key] for key in SCALARS}
+        values |= {f"{key}_node": _node(nodes[key], key) for key in GROUPS}
+        values |= {key: _node(nodes[key], key) if nodes[key] else None for key in ("evaluation", "tracker")}
+        for part in ("precond", "loss"):
+            values[f"{part}_node"] = _node(nodes["diffusion"].get(part), f"diffusion.{part}")
+        routing, model = RoutingConfig(**written["routing"]), _model_node(nodes["model"])
+        experiment = cls(written, train=train, routing=routing, model_node=model, **values)
+        check_rules(experiment, num_processes)
+        return experiment
+
+    @classmethod
+    def compose(cls, overrides: Sequence[str]) -> "Experiment":
+        """The experiment of train.py with these overrides."""
+        register("train", Config)
+        return cls.of_config(compose_config(["run_name=none", *overrides]))
+
+    @classmethod
+    def of_run(cls, run: RunFolder) -> "Experiment":
+        """The experiment of a run, which may come from anywhere, checked as on the command line."""
+        run.check_started()
+        check_apart(run.path, config_folders())
+        return cls.of_written(run.config(), run.config_file)
+
+    @classmethod
+    def of_written(cls, written: Any, file: str | Path) -> "Experiment":
+        """The experiment of a configuration from anyone's file, checked as on the command line."""
+        try:
+            if "${" in str(written):
+                raise ValueError("it has interpolations, which no run writes")
+            experiment = cls.of_config(OmegaConf.merge(OmegaConf.structured(Config), written))
+            if missing := flatten(experiment.written).keys() - flatten(written).keys():
+                raise ValueError(f"{min(missing)} is missing: another version of this code wrote it")
+        except (ValueError, OverflowError, OmegaConfBaseException) as error:  # overflow: of an int in a float
+            place = error.full_key if isinstance(error, OmegaConfBaseException) else None
+            key = f"{one_line(place)}: " if place else ""
+            raise ValueError(f"{file}: {key}{one_line(str(error))}") from error
+        return experiment
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the latents of the data."""
+        data = self.data_node.arguments
+        return data["in_channels"], data["input_size"], data["input_size"]
+
+    @property
+    def num_classes(self) -> int:
+        return self.data_node.arguments["num_classes"]
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        return tuple(self.model_node.arguments["routes"])
+
+    @property
+    def meta_net(self) -> Backbone:
+        """The network on the meta device, without memory: its shapes, and its own rules."""
+        return self.model_node.on_meta
+
+    def with_model(self, changes: dict[str, Any]) -> "Experiment":
+        """The experiment of another network."""
+        return replace(self, model_node=_model_node(self.model_node.changed(changes)))
+
+    def net(self, device: torch.device | None = None) -> Backbone:
+        """The network; its weights are drawn on a device, by default torch's."""
+        with nullcontext() if device is None else device:
+            return self.model_node.bind()()
+
+    def precond(self, net: nn.Module) -> Precond:
+        """The preconditioning around a network."""
+        return self.precond_node.bind()(net)
+
+    def loss(self, net: Backbone) -> Loss | KeptTokensLoss:
+        """The training loss."""
+        loss = self.loss_node.bind()()
+        if not self.train.kept_tokens_only:
+            return loss
+        return KeptTokensLoss(loss, net, self.train.reconstruction_weight)
+
+    def route_plan(self, net: Backbone) -> RoutePlan:
+        """The ratios of the routes of a network, step by step."""
+        return RoutePlan(net.routes, net.num_tokens, self.train.total_steps, **asdict(self.routing))
+
+    def optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+        """The optimizer of the parameters of a network."""
+        written = self.optimizer_node.written
+        options = {key: written[key] for key in OF_OPTIMIZER if key in written}
+        options = check_arguments("optimizer", Optimizer, options)
+        try:
+            built = self.optimizer_node.bind()(named_parameters)
+        except (ValueError, TypeError, IndexError) as error:  # torch's messages name no key
+            raise ValueError(f"optimizer: {error}") from error
+        return Optimizer(built, **options)
+
+    def ema(self, net: nn.Module) -> EMA:
+        """The average of a network's weights."""
+        return self.ema_node.bind()(net)
+
+    def sampler(self) -> Callable[..., torch.Tensor]:
+        """sampler(denoise, noise, path, randn_like=) -> latents."""
+        return self.sampler_node.bind()
+
+    def guidance(self, open_precond: Callable[[str, str | None], Precond]) -> Guidance:
+        """The guidance; open_precond(run, checkpoint) opens the networks that it has beside."""
+        guidance = self.guidance_node.bind()()
+        guidance.load(open_precond)
+        return guidance
+
+    def data(self, launch: Launch = ALONE) -> TrainingData:
+        """The data, opened on the first rank before the others; all ranks must start alike."""
+        with launch.main_first():
+            dataset = self.data_node.bind()()
+        if self.train.masked_loss and not dataset.manifest.conditioning_type:
+            rule = "conditioning_type of the latent manifest must be mask or segmentation (data/README.md)"
+            raise ValueError(f"train.masked_loss=true needs masks: {rule}")
+        # Ranks that train on different things would average nonsense.
+        data = {"fingerprint of the data": dataset.describe()["fingerprint"]}
+        data |= {"code (sha256)": source_sha256(), "torch": torch.__version__}
+        launch.assert_ranks_agree({**flatten(self.written), **data})
+        return dataset
+
+    def token_mask(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The tokens (N, T) that masks (N, H, W) touch; None for a training without masks."""
+        patch_size = self.latent_shape[1] // isqrt(self.meta_net.num_tokens)
+        return partial(token_mask, patch_size=patch_size) if self.train.masked_loss else None
+
+    def mask_coverage(self, dataset: TrainingData) -> float:
+        """The fraction of the tokens that masks force to stay, where windows grow by them."""
+        if not self.train.masked_loss or self.routing.force_keep_overflow != "grow":
+            return 0.0
+        return mask_coverage(dataset, self.token_mask(), self.train.batch_size)
+
+    def check(self) -> "Experiment":
+        """Build every part, the network on the meta device: each checks its own keys."""
+        net = self.meta_net
+        check_latents(self)
+        if "router" in self.model_node.arguments:
+            self.model_node.arguments["router"].bind()(torch.zeros(1, net.num_tokens, 1), 1)
+        self.route_plan(net)
+        self.loss(net)
+        self.optimizer(net.named_parameters())
+        self.ema(net)
+        self.check_sampling()
+        return self
+
+    def check_sampling(self) -> None:
+        """Call sampler and guidance on a single number: they check their own keys."""
+        net, precond = self.meta_net, self.precond(self.meta_net)
+        self.guidance(_without_weights).check(precond)
+
+        @cache
+        def check_variance() -> None:
+            latents, t = torch.zeros(1, *net.latent_shape, device="meta"), torch.tensor(precond.path.t_max)
+            labels = torch.zeros(1, dtype=torch.long, device="meta") if net.num_classes else None
+            precond.learned_variance(precond.predict(latents, t, labels), latents)
+
+        def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
+            if with_variance:
+                check_variance()
+            return (x, x) if with_variance else x
+
+        self.sampler()(denoise, torch.zeros(1, 1, 1, 1), precond.path, randn_like=torch.zeros_like)
+
+
+def check_routes(key: str, given: Any) -> list[dict[str, Any]]:
+    """Check names and types of the arguments of each route."""
+    if not isinstance(given, list) or not all(isinstance(fields, dict) for fields in given):
+        raise ValueError(f"{key}={given} must be a list of routes, each {{KEY: VALUE, ...}}; [] for none")
+    return [check_arguments(f"{key}.{i}", Route, fields) for i, fields in enumerate(given)]
+
+
+def _node(found: Any, key: str) -> Node:
+    if not isinstance(found, Node):
+        raise ValueError(f"{key}={found} must name a _target_")
+    return found
+
+
+def _model_node(found: Any) -> Node:
+    node = _node(found, "model")
+    for part in PARTS:
+        if part in node.arguments:
+            _node(node.arguments[part], f"model.{part}")
+    routes = node.written["routes"] = check_routes("model.routes", node.written.get("routes", []))
+    return replace(node, arguments={**node.arguments, "routes": [Route(**fields) for fields in routes]})
+
+
+def _without_weights(path: str, checkpoint: str | None) -> Precond:
+    run = RunFolder(path)
+    experiment = Experiment.of_run(run)
+    find_checkpoint(run.path, checkpoint)
+    return experiment.precond(experiment.meta_net)
