@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn as nn
 from joblib import cpu_count
 
 from diffusion import Guidance, Precond, generate, random_labels
 from diffusion.generate import Evaluations, cost_of_evaluations, count_evaluations, expected_times
 from diffusion.graphs import CudaRecorder, replay_forward
 from evaluation.features import new_cache
+from models import Backbone
 from runtime.launch import Launch
 from runtime.machine import (
     can_compile,
@@ -59,7 +59,7 @@ class ImageModel:
     guidance: Guidance
     decode: Callable[[torch.Tensor], np.ndarray]
     device: torch.device
-    classes: Sequence[int]
+    classes: np.ndarray
     class_names: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class ImageModel:
         return count_evaluations(self.precond, self.guidance, expected_times(self.precond, self.sampler))
 
     @property
-    def networks(self) -> list[nn.Module]:
+    def networks(self) -> list[Backbone]:
         """The networks that are evaluated."""
         return [*dict.fromkeys(net for net, _ in self.evaluations)]
 
@@ -152,7 +152,7 @@ class DrawOptions:
             request: values of the fields; those of LEFT_OPEN may be open.
             saved: what the job was started with, if it was.
         """
-        chosen = {key: request[key] for key in cls.__dataclass_fields__}
+        chosen: dict[str, Any] = {key: request[key] for key in cls.__dataclass_fields__}
         for key, left_open in LEFT_OPEN.items():
             if chosen[key] == left_open:
                 chosen[key] = saved.get(key)
@@ -163,8 +163,9 @@ class DrawOptions:
             compiled = chosen["compile"]
             if compiled is None:
                 compiled = model.is_worth_compiling(chosen["num_samples"])
-            resolved = {"mixed_precision": precision, "batch_size": batch_size}
-            return cls(**chosen | resolved | {"compile": compiled in (True, "true")})
+            resolved: dict[str, Any] = {"mixed_precision": precision, "batch_size": batch_size}
+            resolved["compile"] = compiled in (True, "true")
+            return cls(**{**chosen, **resolved})
 
         if can_keep_freed_memory(launch.device):
             keep_freed_memory()
@@ -200,7 +201,7 @@ class Drawing:
 
     def labels(self, start: int = 0, end: int | None = None) -> np.ndarray | None:
         """Labels of the samples from `start` to `end`; None for an unconditional network."""
-        end, classes, first = end or self.count, np.asarray(self.model.classes), self.options.first_seed
+        end, classes, first = end or self.count, self.model.classes, self.options.first_seed
         if self.options.class_label is not None:
             return np.full(end - start, self.options.class_label)
         if not len(classes):
@@ -212,7 +213,7 @@ class Drawing:
     def captions(self, labels: np.ndarray | None) -> list[str] | None:
         """The class names of labels (N,); None for an unconditional network."""
         names = self.model.class_names
-        return None if labels is None else [names[i] if names else str(i) for i in labels.tolist()]
+        return None if labels is None else [str(names[i] if names else i) for i in labels.tolist()]
 
     def key(self) -> dict[str, Any]:
         """Everything that the images depend on, except the settings of sampler, guidance and labels."""

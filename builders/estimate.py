@@ -53,8 +53,8 @@ def optimizer_bytes(experiment: Experiment) -> int:
     for parameter in small.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(torch.zeros((), device="cpu"))
-    states = [item for each in optimizer.optimizers.values() for item in each.state.items()]
-    tensors = [(p, value) for p, state in states for value in state.values() if torch.is_tensor(value)]
+    states = {p: state for each in optimizer.optimizers.values() for p, state in each.state.items()}
+    tensors = [(p, value) for p in sizes for value in states.get(p, {}).values() if torch.is_tensor(value)]
     return sum(sizes[p] * value.nbytes for p, value in tensors if value.ndim)  # counters have no dimension
 
 

@@ -47,10 +47,10 @@ def build_evaluators(
     share = {"rank": launch.rank, "world_size": launch.world_size}
     # Around the networks themselves: no DDP, no autocast.
     denoiser, ema_denoiser = (experiment.precond(n) for n in (net, ema_net))
-    evaluators = []
+    evaluators, model, encoder = [], None, None
     if settings.sample_every or scored:  # otherwise the encoder need not be there
         model, encoder = _image_model(experiment, dataset, launch, ema_denoiser)
-    if settings.sample_every:
+    if settings.sample_every and model:
         num_samples, columns = grid_of(len(dataset.manifest.trained_classes))
         options = DrawOptions(num_samples, EVALUATION_BATCH, mixed_precision=resolved.mixed_precision)
         grid = SampleGrid(Drawing(model, options), run.path / "samples", columns, launch)
@@ -64,7 +64,7 @@ def build_evaluators(
         by_level = [key for key in denoisers if key != "val_loss_dense"]
         dense_loss = DenseLoss(denoisers, loss, batches, launch.sum, device, by_level)
         evaluators.append((settings.eval_every, dense_loss))
-    if settings.eval_every and scored:
+    if settings.eval_every and scored and model:
         path = scored.arguments.get("reference")
         reference = (
             open_reference(Path(path), open_images) if path else reference_of(dataset, encoder, "data")

@@ -104,7 +104,7 @@ class Experiment:
         try:
             if "${" in str(written):
                 raise ValueError("it has interpolations, which no run writes")
-            experiment = cls.of_config(OmegaConf.merge(OmegaConf.structured(Config), written))
+            experiment = cls.of_config(DictConfig(OmegaConf.merge(OmegaConf.structured(Config), written)))
             if missing := flatten(experiment.written).keys() - flatten(written).keys():
                 raise ValueError(f"{min(missing)} is missing: another version of this code wrote it")
         except (ValueError, OverflowError, OmegaConfBaseException) as error:  # overflow: of an int in a float
@@ -201,9 +201,11 @@ class Experiment:
 
     def mask_coverage(self, dataset: TrainingData) -> float:
         """The fraction of the tokens that masks force to stay, where windows grow by them."""
-        if not self.train.masked_loss or self.routing.force_keep_overflow != "grow":
+        masks_to_tokens = self.token_mask()
+        if masks_to_tokens is None or self.routing.force_keep_overflow != "grow":
             return 0.0
-        return mask_coverage(dataset, self.token_mask(), self.train.batch_size)
+        assert isinstance(dataset, LatentDataset)  # shards have no masks
+        return mask_coverage(dataset, masks_to_tokens, self.train.batch_size)
 
     def check(self) -> "Experiment":
         """Build every part, the network on the meta device: each checks its own keys."""

@@ -65,9 +65,9 @@ class KeptTokensLoss:
         )
 
     def _kept(self, routing: Routing, x: torch.Tensor) -> torch.Tensor:
-        T = self.net.num_tokens
+        T, ratios = self.net.num_tokens, routing.ratios(self.net.routes, active=True)
         kept = torch.ones(x.shape[0], T, device=x.device)
-        for noise, ratio in zip(routing.noise, routing.ratios(self.net.routes, active=True), strict=True):
+        for noise, ratio in zip(routing.noise or (), ratios, strict=True):
             ids_keep = keep_lowest(noise, num_tokens_kept(T, ratio), routing.force_keep)  # (N, K)
             kept = kept * torch.zeros_like(kept).scatter(1, ids_keep, 1.0)
         return kept

@@ -66,7 +66,7 @@ class SampleConfig(SamplingConfig):
     """What `sample.py` can be asked."""
 
     run: str | None = None
-    num_samples: int = 100
+    num_samples: int | None = 100
     output: str | None = None  # None: inside the run
     grid_columns: int = 10
     overwrite: bool = False
@@ -291,7 +291,9 @@ def _settings(request: dict[str, Any], experiment: Experiment) -> dict[str, Any]
         raise ValueError(f"class_label={label} must be {allowed}")
     decoding = experiment.decoding if request["decoding"] is None else request["decoding"]
     check_choice("decoding", decoding, DECODINGS)
-    settings = {each.name: request[each.name] for each in fields(DrawOptions)} | {"decoding": decoding}
+    settings: dict[str, Any] = {each.name: request[each.name] for each in fields(DrawOptions)} | {
+        "decoding": decoding
+    }
     for group, key in (("sampler", "num_steps"), ("guidance", "guidance_scale")):
         node = request[group] or experiment.written[group]
         settings[group] = node if request[key] is None else {**node, key: request[key]}

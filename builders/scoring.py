@@ -217,10 +217,11 @@ def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
     reference = suite.reference
     if reference.labels is None:
         return {}
+    assert isinstance(reference.images, ArrayImages)  # labels are of the images of latents
     images, labels = reference.images.array, np.unique(reference.labels)  # some classes may have no images
     means = [images[reference.labels == label].mean(axis=0).round() for label in labels]
     turns = np.arange(num_samples) % len(labels)
-    rows = {"class means": (np.stack(means).astype(np.uint8)[turns], labels[turns])}
+    rows: dict[str, Any] = {"class means": (np.stack(means).astype(np.uint8)[turns], labels[turns])}
     if reference.held_out is not None:
         rows["held-out real"] = reference.held_out
     return {name: suite.score(ArrayImages(pixels), labels) for name, (pixels, labels) in rows.items()}

@@ -25,7 +25,7 @@ from data import (
     shards_by_step,
     stream,
 )
-from models import cost_of
+from models import Backbone, cost_of
 from models.cost import Cost
 from routing import Routing
 from runtime.config import chosen_overrides
@@ -82,12 +82,12 @@ def check_init_from(source: str, objective: str | None) -> None:
 
 def check_init_shapes(experiment: Experiment) -> None:
     """Check that the network takes the weights to start from, with their heads and classes."""
-    train, num_classes = experiment.train, experiment.num_classes
+    train, num_classes, init_from = experiment.train, experiment.num_classes, str(experiment.train.init_from)
     own_heads = experiment.model_node.arguments.get("num_heads")
-    source, with_labels = f"train.init_from={train.init_from}", train.init_from_label_table
+    source, with_labels = f"train.init_from={init_from}", train.init_from_label_table
     without = "train.init_from_label_table=false keeps everything but the table of labels"
     try:
-        weights = read_weights(train.init_from, shapes_only=True)
+        weights = read_weights(init_from, shapes_only=True)
         mismatch = find_mismatch(experiment.meta_net, weights, with_labels)
         num_heads = num_heads_of(weights, train.init_from_objective)
     except ValueError as error:
@@ -211,7 +211,7 @@ def _load_init(net: nn.Module, experiment: Experiment, run: RunFolder) -> dict[s
     return {**loaded, "precond": was, "other_objective": was != is_now, "sha256": sha256(file)}
 
 
-def _prepare(net: nn.Module, compiled: bool, num_lengths: int) -> nn.Module:
+def _prepare(net: Backbone, compiled: bool, num_lengths: int) -> nn.Module:
     # A sweep runs its jobs in one process: nothing of the last one may be left.
     AcceleratorState._reset_state()
     torch._dynamo.reset()

@@ -144,7 +144,7 @@ class ImageFiles(_Images):
         if lossy and not resolution:
             rule = f"must be {lossless}, or be cropped (resolution=N)"
             raise ValueError(f"{self.path}/{lossy[0]} is of a lossy format: {rule}")
-        self.count, self.shape = len(self._names), None
+        self.count, self.shape = len(self._names), tuple[int, ...]()
         self.shape = self._read(self._names[0]).shape
 
     def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
@@ -167,7 +167,7 @@ class ImageFiles(_Images):
                 image = to_pixels(open_picture(file), self.resolution)
         except IMAGE_ERRORS as error:
             raise ValueError(f"{self.path}/{name} cannot be used: {error}") from error
-        if self.shape not in (None, image.shape):
+        if self.shape not in ((), image.shape):
             first = f"{self._names[0]} is {self.shape}"
             raise ValueError(f"{self.path}/{name} is {image.shape}, {first}: sizes must agree")
         return image

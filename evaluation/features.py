@@ -5,7 +5,7 @@ on, and other metrics of the same features need no second pass.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ import torch
 from runtime.launch import Launch
 from runtime.parts import Arrays, Part, PartCache
 
-Detector = Callable[[np.ndarray], dict[str, np.ndarray | torch.Tensor]]
+Detector = Callable[[np.ndarray], Mapping[str, np.ndarray | torch.Tensor]]
 # A kind of statistic (FeatureStatistics, AllFeatures, or a metric's own), and the features that it is of.
 Need = tuple[type, str]
 # Beside the features of a part: the hash of its images as 32 bytes, and what an image cost.
@@ -33,9 +33,12 @@ class Images(Protocol):
         part_size: number of images in a part; None: as many as a detector takes.
     """
 
-    count: int
-    shape: tuple[int, ...]
-    part_size: int | None
+    @property
+    def count(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def part_size(self) -> int | None: ...
 
     def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
         """Yield parts; part i begins at image i * batch_size."""
@@ -96,7 +99,7 @@ def extract(
     """
     each_part, size = None if batch_size is None else detector, part_size(images, batch_size)
 
-    def make(indices: Iterable[int]) -> Iterator[tuple[int, Arrays]]:
+    def make(indices: Iterable[int]) -> Generator[tuple[int, Arrays], None, None]:
         for part in images.batches(size, indices):
             arrays = {"images": part.images}
             if each_part is not None:

@@ -52,7 +52,7 @@ class Reference:
     statistics: dict[Need, Gaussian] = field(default_factory=dict)
     images: Images | None = None
     labels: np.ndarray | None = None
-    held_out: tuple[np.ndarray, np.ndarray] | None = None
+    held_out: tuple[np.ndarray, np.ndarray | None] | None = None
     made_by: str | None = None
     path: Path | None = None
     data: dict[str, Any] | None = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -41,7 +41,9 @@ def register_with_hydra(program: str, schema: type, resolvers: Mapping[str, Call
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
-def command(name: str, schema: type[T], about: str) -> Callable[[Callable[[T], None]], Callable[[], None]]:
+def command(
+    name: str, schema: type[T], about: str | None
+) -> Callable[[Callable[[T], None]], Callable[[], None]]:
     """Decorate the main function of a program without groups, `python -m ROOM.NAME KEY=VALUE ...`.
 
     Args:
@@ -202,7 +204,7 @@ def to_plain(cfg: DictConfig, hints: Mapping[str, str] | None = None) -> dict[st
     if missing:
         more = "".join(hint for key, hint in (hints or {}).items() if key in missing)
         raise ValueError(f"{', '.join(missing)} must be given, as KEY=VALUE{more}")
-    return OmegaConf.to_container(cfg, resolve=True)
+    return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True))
 
 
 def is_sweep() -> bool:
@@ -230,7 +232,7 @@ def compose_group(group: str, choice: str, key: str) -> dict[str, Any]:
     with _composing():
         options = GlobalHydra.instance().config_loader().get_group_options(group)
         check_choice(key, choice, options)
-        return OmegaConf.to_container(compose(f"{group}/{choice}"))[group]
+        return cast(dict[str, Any], OmegaConf.to_container(compose(f"{group}/{choice}")[group]))
 
 
 def _composing() -> AbstractContextManager[None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, make_dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -106,7 +106,8 @@ def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any])
         if name in given:
             schema = make_dataclass("Argument", [(name, plain)])
             try:
-                checked[name] = OmegaConf.to_container(OmegaConf.structured(schema(given[name])))[name]
+                converted = OmegaConf.structured(schema(given[name]))
+                checked[name] = cast(dict[str, Any], OmegaConf.to_container(converted))[name]
             except OmegaConfBaseException as error:
                 expected = getattr(hints[name], "__name__", hints[name])
                 raise ValueError(f"{key}.{name}={given[name]!r} must be of type {expected}") from error

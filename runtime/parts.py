@@ -9,10 +9,11 @@ import json
 import math
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -27,7 +28,8 @@ KEY = "about.json"
 Arrays = dict[str, np.ndarray]
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Part:
     """Images (n, H, W, C) uint8 of part `index`; cost: network evaluations and FLOPs of one, if drawn."""
 
     index: int
@@ -94,15 +96,15 @@ class PartCache:
     def write(self, i: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a part."""
         with explained(self.file(i)), atomic_write(self.file(i)) as partial:
-            np.savez(partial, **arrays)
+            np.savez(partial, **arrays)  # pyright: ignore[reportArgumentType]  no array is allow_pickle
 
     def read(self, i: int, *names: str) -> Arrays:
         """Read the named arrays of a part (all, if none is); a damaged one is removed and made again."""
         file = self.file(i)
         try:
             with zipfile.ZipFile(file) as archive:
-                names = names or [name.removesuffix(".npy") for name in archive.namelist()]
-                return {name: read_member(archive, name) for name in names}
+                every = [name.removesuffix(".npy") for name in archive.namelist()]
+                return {name: read_member(archive, name) for name in names or every}
         except ZIP_ERRORS as error:
             # EINVAL: an offset before the start of a damaged file. Other system errors are not damage.
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
@@ -114,7 +116,7 @@ class PartCache:
 
     def fill(
         self,
-        make: Callable[[list[int]], Iterator[tuple[int, Arrays]]],
+        make: Callable[[list[int]], Generator[tuple[int, Arrays], None, None]],
         launch: Launch,
         description: str,
         after_part: Callable[[], None] = lambda: None,
