@@ -38,8 +38,7 @@ from benchmarks.results import markdown
 from benchmarks.runs import count_flops
 from builders.experiment import Experiment
 from builders.sampling import load_net, read_run
-from data import LatentDataset, mask_coverage
-from models import token_mask
+from data import LatentDataset
 from routing import Adapter, Route, attach, detach, grow_ratio, num_tokens_kept, resolve_routes
 from routing.adapters.families import adapter_of
 from routing.adapters.proof import State
@@ -131,7 +130,8 @@ def main(request: dict[str, Any]) -> None:
     device = start_process().device
     net = load_net(experiment, checkpoint / "ema.safetensors")[0].to(device)
     dataset = experiment.data_node.bind()()
-    coverage = _coverage(request["mask_coverage"], experiment, dataset)
+    coverage = request["mask_coverage"]
+    coverage = experiment.mask_coverage(dataset) if coverage is None else coverage
     file = place_of("output", request["output"], Path(request["run"]), "advice") / "advice.json"
     with claimed("output", file, [file.with_suffix(".md")], request["overwrite"]):
         batch_size = resolved["micro_batch_size"]
@@ -173,16 +173,6 @@ def _with_data(request: dict[str, Any], experiment: Experiment) -> Experiment:
         given = f"run={request['run']}: data.path={data['path']}"
         raise FileNotFoundError(f"{given} is not a folder here: set data_path=PATH")
     return replace(experiment, data_node=node.changed({"path": asked or data["path"]}))
-
-
-def _coverage(requested: float | None, experiment: Experiment, dataset: LatentDataset) -> float:
-    if requested is not None:
-        return requested
-    train = experiment.train
-    if not train.masked_loss or experiment.routing.force_keep_overflow != "grow":
-        return 0.0
-    tokens = partial(token_mask, patch_size=experiment.model_node.arguments["patch_size"])
-    return mask_coverage(dataset, tokens, train.batch_size)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from builders.experiment import Experiment
 from builders.trainer import build_trainer
-from data import LatentManifest, LatentWriter, mask_coverage
+from data import LatentManifest, LatentWriter
 from models import cost_of
 from runtime.config import user_mistakes
 from runtime.machine import start_process
@@ -85,9 +85,7 @@ def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, An
     run, dataset = RunFolder(tempfile.mkdtemp(dir=folder)), experiment.data()
     with redirect_stdout(io.StringIO()):  # the summary of a run
         trainer = build_trainer(experiment, run, dataset, start_process())
-    coverage = 0.0
-    if experiment.train.masked_loss:
-        coverage = mask_coverage(dataset, trainer.batches.token_mask, experiment.train.batch_size)
+    coverage = experiment.mask_coverage(dataset)
     return trainer, describe(trainer.net, run.manifest()["resolved"], experiment, coverage)
 
 

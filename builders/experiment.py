@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache, partial
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from builders.config import OF_OPTIMIZER, register, resolve_nodes
 from builders.kept_tokens import KeptTokensLoss
 from builders.rules import check_groups, check_latents, check_loop
 from builders.schemas import Config, RoutingConfig, TrainConfig, check_train
-from data import LatentDataset, ShardDataset
+from data import LatentDataset, ShardDataset, mask_coverage
 from diffusion import Guidance, Loss, Precond
-from models import Backbone
+from models import Backbone, token_mask
 from routing import Route, RoutePlan
 from runtime.command_line import one_line
 from runtime.config import compose_config
@@ -31,6 +32,8 @@ from training.ema import EMA
 from training.optimizer import Optimizer
 from training.run_folder import RunFolder
 
+SCALARS = ("method", "run_name", "output_dir", "wait", "seed", "sweep_metric", "decoding")
+GROUPS = ("data", "optimizer", "ema", "sampler", "guidance")
 PARTS = ("block", "router", "rejoin")  # that not every model has
 TrainingData = LatentDataset | ShardDataset
 
@@ -63,7 +66,7 @@ class Experiment:
     sampler_node: Node
     guidance_node: Node
     evaluation: Node | None
-    tracker_node: Node | None
+    tracker: Node | None
 
     @classmethod
     def of_config(cls, cfg: DictConfig, num_processes: int = 1) -> "Experiment":
@@ -72,22 +75,17 @@ class Experiment:
         train = TrainConfig(**written["train"])
         check_train(train)
         written["train"] = asdict(train)  # words in lower case
+        precond, loss = (nodes["diffusion"].get(part) for part in ("precond", "loss"))
         experiment = cls(
             written,
-            **{key: written[key] for key in ("method", "run_name", "output_dir", "wait", "seed")},
-            **{key: written[key] for key in ("sweep_metric", "decoding")},
+            **{key: written[key] for key in SCALARS},
             train=train,
             routing=RoutingConfig(**written["routing"]),
-            data_node=_node(nodes["data"], "data"),
             model_node=_model_node(nodes["model"]),
-            precond_node=_node(nodes["diffusion"].get("precond"), "diffusion.precond"),
-            loss_node=_node(nodes["diffusion"].get("loss"), "diffusion.loss"),
-            optimizer_node=_node(nodes["optimizer"], "optimizer"),
-            ema_node=_node(nodes["ema"], "ema"),
-            sampler_node=_node(nodes["sampler"], "sampler"),
-            guidance_node=_node(nodes["guidance"], "guidance"),
-            evaluation=_node(nodes["evaluation"], "evaluation") if nodes["evaluation"] else None,
-            tracker_node=_node(nodes["tracker"], "tracker") if nodes["tracker"] else None,
+            precond_node=_node(precond, "diffusion.precond"),
+            loss_node=_node(loss, "diffusion.loss"),
+            **{f"{key}_node": _node(nodes[key], key) for key in GROUPS},
+            **{key: _node(nodes[key], key) if nodes[key] else None for key in ("evaluation", "tracker")},
         )
         check_loop(experiment, num_processes)
         check_groups(experiment)
@@ -132,12 +130,12 @@ class Experiment:
 
     @property
     def routes(self) -> tuple[Route, ...]:
-        return tuple(Route(**fields) for fields in self.model_node.arguments["routes"])
+        return tuple(self.model_node.arguments["routes"])
 
-    @cached_property
+    @property
     def meta_net(self) -> Backbone:
         """The network on the meta device, without memory: its shapes, and its own rules."""
-        return self.net(torch.device("meta"))
+        return self.model_node.on_meta
 
     def with_model(self, changes: dict[str, Any]) -> "Experiment":
         """The experiment of another network."""
@@ -146,7 +144,7 @@ class Experiment:
     def net(self, device: torch.device | None = None) -> Backbone:
         """The network; its weights are drawn on a device, by default torch's."""
         with nullcontext() if device is None else device:
-            return self.model_node.bind()(routes=list(self.routes))
+            return self.model_node.bind()()
 
     def precond(self, net: nn.Module) -> Precond:
         """The preconditioning around a network."""
@@ -201,9 +199,16 @@ class Experiment:
         launch.assert_ranks_agree({**flatten(self.written), **data})
         return dataset
 
-    def tracker(self) -> Any:
-        """The tracker, or None."""
-        return None if self.tracker_node is None else self.tracker_node.bind()()
+    def token_mask(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The tokens (N, T) that masks (N, H, W) touch; None for a training without masks."""
+        patch_size = self.latent_shape[1] // isqrt(self.meta_net.num_tokens)
+        return partial(token_mask, patch_size=patch_size) if self.train.masked_loss else None
+
+    def mask_coverage(self, dataset: TrainingData) -> float:
+        """The fraction of the tokens that masks force to stay, where windows grow by them."""
+        if not self.train.masked_loss or self.routing.force_keep_overflow != "grow":
+            return 0.0
+        return mask_coverage(dataset, self.token_mask(), self.train.batch_size)
 
     def check(self) -> "Experiment":
         """Build every part, the network on the meta device: each checks its own keys."""
@@ -256,7 +261,7 @@ def _model_node(found: Any) -> Node:
         if part in node.arguments:
             _node(node.arguments[part], f"model.{part}")
     routes = node.written["routes"] = check_routes("model.routes", node.written.get("routes", []))
-    return replace(node, arguments={**node.arguments, "routes": routes})
+    return replace(node, arguments={**node.arguments, "routes": [Route(**fields) for fields in routes]})
 
 
 def _without_weights(path: str, checkpoint: str | None) -> Precond:

@@ -1,9 +1,7 @@
 """Build the trainer of a configuration with all its parts; a run with checkpoints resumes from its newest."""
 
-from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import cache, partial
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +22,12 @@ from data import (
     ShardDataset,
     ShardStream,
     entries_by_step,
-    mask_coverage,
     shards_by_step,
     stream,
 )
-from models import cost_of, token_mask
+from models import cost_of
 from models.cost import Cost
-from routing import RoutePlan, Routing
+from routing import Routing
 from runtime.config import chosen_overrides
 from runtime.files import sha256
 from runtime.launch import Launch
@@ -130,7 +127,7 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: TrainingData,
     recorder = Recorder(launch, run)
     evaluators = build_evaluators(experiment, run, dataset, launch, net, ema.net, bare_loss, resolved)
     check_sweep_metric(experiment.sweep_metric, evaluators)
-    batches = _build_batches(experiment, resolved, dataset, plan, recorder)
+    batches = _build_batches(experiment, resolved, dataset, recorder)
     cost = cache(partial(cost_of, net, fp32_slowdown=fp32_slowdown(net, device, resolved.bf16)))
 
     def losses(ratios: tuple[float, ...]) -> torch.Tensor:
@@ -150,7 +147,7 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: TrainingData,
     if trainer.step and "speed_check" in run.manifest():
         trainer.speed_check = None
     launch.barrier()  # all have read what the first rank is about to change
-    expected = cost(mask_coverage=_mask_coverage(plan, dataset, batches.token_mask, train.batch_size))
+    expected = cost(mask_coverage=experiment.mask_coverage(dataset))
     start = partial(_start_writing, experiment, resolved, trainer, dataset, run, init_from, expected, memory)
     launch.broadcast_from_main(start)
     return trainer
@@ -195,7 +192,8 @@ def _start_writing(
     left, disk = train.total_steps - trainer.step, free_disk(trainer.checkpoints.folder)
     short = check_resources(train, takes, left, memory, disk)
     run.record_start(experiment.written, details, trainer.step)
-    trainer.recorder.open(experiment.tracker(), flatten(experiment.written))
+    tracker = experiment.tracker and experiment.tracker.bind()()
+    trainer.recorder.open(tracker, flatten(experiment.written))
     print(summary(experiment, resolved, details, cost, trainer.step, dataset.manifest, takes), flush=True)
     for line in (*warnings(train, dataset.manifest), *short):
         print(f"warning: {line}", flush=True)
@@ -228,20 +226,18 @@ def _build_batches(
     experiment: Experiment,
     resolved: Resolved,
     dataset: TrainingData,
-    plan: RoutePlan,
     recorder: Recorder,
 ) -> Batches:
     launch, seed, masked = recorder.launch, experiment.seed, experiment.train.masked_loss
     sizes = {"batch_size": experiment.train.batch_size, "micro_batch_size": resolved.micro_batch_size}
     share = {"rank": launch.rank, "world_size": launch.world_size}
     order = {"seed": seed, **sizes, **share, "pin_memory": launch.device.type == "cuda"}
-    patch_size = experiment.latent_shape[1] // isqrt(plan.num_tokens)
-    masks_to_tokens = partial(token_mask, patch_size=patch_size) if masked else None
+    masks_to_tokens = experiment.token_mask()
     if isinstance(dataset, ShardDataset):
         read = partial(ShardStream, dataset, **order)
         entries = shards_by_step(dataset, seed, **sizes, world_size=launch.world_size)
     else:
-        counting = masks_to_tokens if plan.force_keep_overflow == "grow" else None
+        counting = masks_to_tokens if experiment.routing.force_keep_overflow == "grow" else None
         masking = {"with_masks": masked, "token_mask": counting}
         read = partial(stream, dataset, **order, **masking, num_workers=resolved.num_workers)
         entries = entries_by_step(dataset, seed, sizes["batch_size"])
@@ -252,14 +248,3 @@ def _build_batches(
 
     to_latents = dataset.manifest.to_latents
     return Batches(launch, read, entries, to_latents, masks_to_tokens, check_std, seed, **sizes)
-
-
-def _mask_coverage(
-    plan: RoutePlan,
-    dataset: TrainingData,
-    masks_to_tokens: Callable[[torch.Tensor], torch.Tensor] | None,
-    batch_size: int,
-) -> float:
-    if masks_to_tokens is None or plan.force_keep_overflow != "grow":
-        return 0.0
-    return mask_coverage(dataset, masks_to_tokens, batch_size)

@@ -5,10 +5,11 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, make_dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -43,6 +44,12 @@ class Node:
             name: value.bind() if isinstance(value, Node) else value for name, value in self.arguments.items()
         }
         return partial(self.function, **bound) if bound else self.function
+
+    @cached_property
+    def on_meta(self) -> Any:
+        """What it builds, on the meta device; built once."""
+        with torch.device("meta"):
+            return self.bind()()
 
     def changed(self, changes: Mapping[str, Any]) -> "Node":
         """The node with other arguments, checked as well."""

@@ -45,7 +45,7 @@ def test_a_file_gives_the_outputs_of_its_network(name, prefix, side, tmp_path):
     latents = None if side == 32 else latents_of(tmp_path / "latents", (CHANNELS, side, side))
     opened = open_weights_file(saved(state, tmp_path / name, prefix), "flow", latents=latents)
     own, kept, (x, t, y) = opened.precond.net, [], inputs(side)
-    assert own.latent_shape == (CHANNELS, side, side) and opened.config["method"] == "sprint"
+    assert own.latent_shape == (CHANNELS, side, side) and opened.experiment.method == "sprint"
     grid = own.router
     own.router = lambda *args, **kwargs: kept.append(grid(*args, **kwargs)) or kept[-1]
     with torch.no_grad():

@@ -111,7 +111,7 @@ def test_each_combination_of_lightningdits_switches_is_right_or_refused(rope, sw
     on = [name for name, given in zip(SWITCHES, (rope, swiglu, rms_norm), strict=True) if given]
     torch.save({"ema": public(switches=on, depth=1).state_dict()}, tmp_path / "file.pt")
     if len(on) in (0, 3):
-        assert open_weights_file(tmp_path / "file.pt", "sit").config["model"]["depth"] == 1
+        assert open_weights_file(tmp_path / "file.pt", "sit").experiment.model_node.arguments["depth"] == 1
         return
     for read in (partial(open_weights_file, objective="sit"), partial(load_weights, small_dit())):
         with pytest.raises(ValueError, match=r"without RoPE|the model has|is not of the rotary positions"):
@@ -125,7 +125,7 @@ def test_the_widths_of_larger_lightningdits_are_known(width, heads, tmp_path, mo
     (tmp_path / "file.pt").touch()
     monkeypatch.setattr(weights, "_content", lambda file, shapes_only: state)
     request = {"run": None, "checkpoint": tmp_path / "file.pt", "objective": "sit", "latents": None}
-    assert read_source(request)[0]["model"]["num_heads"] == heads
+    assert read_source(request)[0].model_node.arguments["num_heads"] == heads
 
 
 def entries(**more):
@@ -268,6 +268,7 @@ def test_an_exported_run_is_sampled_by_the_same_command(tmp_path):
     assert np.array_equal(arrays[0]["arr_0"], arrays[1]["arr_0"])
     record = json.loads((tmp_path / "checkpoint.json").read_text())
     assert record["cost_per_image"]["network_evaluations"] == 6
-    assert open_run(tmp_path / "r").config == open_weights_file(tmp_path / "net.safetensors").config
+    opened = open_run(tmp_path / "r"), open_weights_file(tmp_path / "net.safetensors")
+    assert opened[0].experiment.written == opened[1].experiment.written
     tiny_run(tmp_path / "next", "diffusion=flow", f"train.init_from={tmp_path}/net.safetensors")
     assert not RunFolder(tmp_path / "next").manifest()["init_from"]["other_objective"]
