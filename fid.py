@@ -16,6 +16,7 @@ import hydra
 from omegaconf import DictConfig
 
 from builders import config as configuration
+from builders.references import write_reference
 from builders.scoring import (
     FileSamples,
     NetworkSamples,
@@ -23,22 +24,15 @@ from builders.scoring import (
     check_request,
     comparisons,
     draws,
-    features_folder,
     open_suite,
     show,
     suite_node,
 )
 from builders.sweep import summarise
-from data import open_images
-from data.images import ORIENTATION
-from evaluation import InceptionDetector, make_reference
-from evaluation.files import fingerprint
-from evaluation.suite import code_of
 from runtime.config import as_job, is_sweep, run_main, user_mistakes
-from runtime.files import finite, read_json, sha256, write_json
+from runtime.files import finite, read_json, write_json
 from runtime.launch import Launch
 from runtime.machine import PATIENCE, start_process
-from runtime.parts import PartCache, digest_of
 from runtime.provenance import environment
 
 configuration.register("fid", ScoreConfig)
@@ -53,7 +47,7 @@ def main(cfg: DictConfig) -> None:
         check_request(request)
         launch = start_process(timeout=PATIENCE)
         if request["mode"] == "reference":
-            write_reference(request, launch)
+            write_reference(request, suite_node(request).arguments, launch)
         else:
             out = score(request, launch)
             if is_sweep() and draws(request):
@@ -96,31 +90,6 @@ def is_scored(samples: FileSamples | NetworkSamples, described: dict[str, Any]) 
         return False
     wanted = json.loads(json.dumps(finite({**described, "samples": samples.record()})))
     return {key: there.get(key) for key in wanted} == wanted
-
-
-def write_reference(request: dict[str, Any], launch: Launch) -> None:
-    """Write a reference from images, with a record beside it."""
-    source, file = Path(request["images"]), Path(request["out"])
-    suite = suite_node(request).arguments
-    images = open_images(source, request["resolution"])
-    if images.count < 2 or images.shape[-1] != 3:
-        raise ValueError(f"images={source}: {images.count} of {images.shape}, must be 2 or more of (H, W, 3)")
-    beside = file.with_suffix(".json")
-    with launch.claimed_by_main("out", file, [beside], request["overwrite"]):
-        detector = InceptionDetector(suite["weights"], launch.device, suite["allow_unpublished_weights"])
-        key = {"images": fingerprint(source), "resolution": request["resolution"], **code_of(detector)}
-        key["batch_size"] = batch_size = suite["batch_size"]
-        path = features_folder(request, file) / f"reference-{digest_of(key)}"
-        cache = PartCache(path, key, -(-images.count // batch_size))
-        found = make_reference(detector, images, file, batch_size, launch, cache)
-        if launch.is_main:
-            origin = {"path": str(source), "sha256": fingerprint(source), "resolution": request["resolution"]}
-            origin |= {"orientation": None if source.suffix == ".npz" else ORIENTATION}
-            record = {**found, "sha256": sha256(file), "images": origin, "weights": detector.record}
-            record |= {"num_processes": launch.world_size, "environment": environment(launch.device)}
-            write_json(beside, record)
-            print(f"reference {file}\nrecord {beside}")
-            cache.remove()  # the reference has what they add up to
 
 
 if __name__ == "__main__":

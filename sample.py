@@ -9,6 +9,7 @@ in OUTPUT.partial: the same command goes on where it was stopped, also on anothe
 
 import runtime.openmp  # noqa: F401 before torch
 
+import math
 import shutil
 import zipfile
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ from runtime.errors import check_positive
 from runtime.files import atomic_write, sha256, write_json
 from runtime.machine import PATIENCE, start_process
 from runtime.output import place_of
-from runtime.parts import Arrays, PartCache, check_room, explained
+from runtime.parts import Arrays, check_room, explained
 from runtime.provenance import environment
 
 configuration.register("sample", SampleConfig)
@@ -54,9 +55,11 @@ def main(cfg: DictConfig) -> None:
             key, overwrite = cache_key(record, launch.device), request["overwrite"]
             images, cache = start_drawing(model, record, folder, key, launch, overwrite)
             grid = GrowingGrid(images, cache, request["grid_columns"])
-            launch.broadcast_from_main(lambda: check_disk(images, cache, output))
-            if launch.is_main and cache.missing():
-                print(f"{images}\na picture of the first ones, class by class, grows in {grid.file}")
+            num_images = images.count + images.part_size * len(cache.missing())  # in the file, and in parts
+            num_bytes = num_images * math.prod(images.shape)
+            launch.broadcast_from_main(lambda: check_room("output", output, num_bytes))
+            if cache.missing():
+                launch.print(f"{images}\na picture of the first ones, class by class, grows in {grid.file}")
             update = grid.update if launch.is_main else lambda: None
             parts = extract(None, images, cache, launch=launch, description="sample", after_part=update)
             record["environment"] = environment(launch.device)
@@ -70,12 +73,6 @@ def main(cfg: DictConfig) -> None:
 def beside(output: Path) -> list[Path]:
     """Files of picture, record and scores."""
     return [output.with_suffix(suffix) for suffix in (".png", ".json", ".scores.json")]
-
-
-def check_disk(images: Drawing, cache: PartCache, output: Path) -> None:
-    """Raise a ValueError unless the disk has room for the file and for its missing parts."""
-    num_images = images.count + images.part_size * len(cache.missing())
-    check_room("output", output, num_images * int(np.prod(images.shape)))
 
 
 def pack(

@@ -10,8 +10,9 @@ import torch.nn as nn
 from builders.auto import Resolved
 from builders.drawing import Drawing, DrawOptions, ImageModel
 from builders.experiment import Experiment, TrainingData
+from builders.references import reference_of
 from builders.sampling import open_run
-from builders.scoring import build_suite, reference_of
+from builders.scoring import build_suite
 from data import (
     MixtureDataset,
     encoder_for,

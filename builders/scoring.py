@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from builders.drawing import Drawing, cache_key, start_drawing
+from builders.references import features_folder, of_latents
 from builders.sampling import SamplingConfig, check_sampling, folder_of, open_model, source_name
-from data import encoder_for, open_images, open_latents, read_manifest, real_images
+from data import open_images
 from evaluation import ArrayImages, Reference, Suite, open_reference
 from evaluation.files import fingerprint
 from evaluation.suite import Scores
@@ -25,7 +25,6 @@ from runtime.output import place_of
 from runtime.parts import PartCache, digest_of
 
 NUM_SAMPLES = 50_000  # of a run, by default
-MAX_REFERENCE_BYTES = 2**33
 
 
 @dataclass
@@ -66,18 +65,6 @@ def build_suite(node: Node, reference: Reference, launch: Launch, features: Path
     suite = node.bind()(reference=reference, launch=launch, features=features, **parts)
     suite.detector_config = node.written.get("detector")
     return suite
-
-
-def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
-    """Take the training images of latents as reference, and the held-out ones to compare with."""
-    one, _ = real_images(dataset, dataset.train_ids[:1], encoder)
-    if one.nbytes * len(dataset.train_ids) > MAX_REFERENCE_BYTES:
-        raise ValueError(f"{name} has too many images to decode them all: score against a file of statistics")
-    images, labels = real_images(dataset, dataset.train_ids, encoder)
-    ids = dataset.held_out_ids
-    held_out = real_images(dataset, ids, encoder) if len(ids) > 1 else None
-    data = dataset.describe()
-    return Reference(name, images=ArrayImages(images), labels=labels, held_out=held_out, data=data)
 
 
 def suite_node(request: dict[str, Any]) -> Node:
@@ -141,29 +128,11 @@ def drawn(request: dict[str, Any]) -> dict[str, Any]:
     return {**request, "num_samples": request["num_samples"] or NUM_SAMPLES}
 
 
-def features_folder(request: dict[str, Any], out: Path) -> Path:
-    """Folder of finished parts of features."""
-    folder = Path(request["features"] or out.parent / "features")
-    for key in ("samples", "images"):
-        looked_at = request[key] and Path(request[key]).resolve()
-        if looked_at and folder.resolve().is_relative_to(looked_at):
-            raise ValueError(f"features={folder} must not be inside {key}={request[key]}")
-    if folder.is_symlink() and not request["features"]:
-        raise ValueError(f"{folder} is a link, which may lead anywhere: give features=FOLDER")
-    return folder
-
-
 def open_suite(request: dict[str, Any], out: Path, launch: Launch) -> Suite:
     """Build the requested suite with its reference: a file, or latents if the suite has none."""
     node = suite_node(request)
-    if node.arguments.get("reference") is not None:
-        reference = open_reference(Path(request["reference"]), open_images)
-    else:
-        manifest = read_manifest(request["reference"])
-        sizes = (manifest.input_size, manifest.in_channels, manifest.num_classes)
-        dataset = open_latents(request["reference"], *sizes)
-        encoder = encoder_for(manifest, torch.device("cpu"))
-        reference = reference_of(dataset, encoder, f"reference={request['reference']}")
+    of_file = node.arguments.get("reference") is not None
+    reference = open_reference(Path(request["reference"]), open_images) if of_file else of_latents(request)
     return build_suite(node, reference, launch, features_folder(request, out))
 
 

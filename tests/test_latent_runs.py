@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 import sample
 import train
 from builders.experiment import Experiment
-from builders.scoring import comparisons, reference_of
+from builders.references import reference_of
+from builders.scoring import comparisons
 from data import (
     IdentityEncoder,
     KLEncoder,

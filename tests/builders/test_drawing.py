@@ -17,7 +17,7 @@ import sample
 from builders import drawing
 from builders.drawing import COMPILE_SEC, LEFT_OPEN, Drawing, DrawOptions, ImageModel
 from builders.evaluators import grid_of
-from builders.scoring import features_folder
+from builders.references import features_folder
 from diffusion import CFG, EDMPrecond, SparseGuidance, edm_sampler
 from evaluation import ArrayImages, Reference, Suite
 from evaluation.metrics.kernel import KernelDistance

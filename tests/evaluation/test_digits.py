@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 import fid
-from builders import scoring
+from builders import references, scoring
 from data import IdentityEncoder, digits, real_images
 from evaluation import ArrayImages, DigitClassifier, LabelAccuracy, Reference, ScoreSamples, Suite
 from evaluation.pictures import (
@@ -33,7 +33,7 @@ def dataset(tmp_path_factory):
 def suite_of(name, dataset, **options):
     """Build the suite of a file of configs/evaluation/ against the training images."""
     node = validated(f"evaluation={name}").evaluation.changed(options)
-    return scoring.build_suite(node, scoring.reference_of(dataset, IdentityEncoder(), "data"), ALONE)
+    return scoring.build_suite(node, references.reference_of(dataset, IdentityEncoder(), "data"), ALONE)
 
 
 def scored(suite, images, labels):
@@ -112,9 +112,9 @@ def test_a_training_scores_what_is_drawn(dataset, tmp_path):
 
 
 def test_a_reference_too_large_for_memory_is_refused(dataset, monkeypatch):
-    monkeypatch.setattr("builders.scoring.MAX_REFERENCE_BYTES", 1000)
+    monkeypatch.setattr("builders.references.MAX_REFERENCE_BYTES", 1000)
     with pytest.raises(ValueError, match="has too many images to decode them all"):
-        scoring.reference_of(dataset, IdentityEncoder(), "data")
+        references.reference_of(dataset, IdentityEncoder(), "data")
 
 
 def test_classes_take_turns_in_a_picture():

@@ -1,0 +1,75 @@
+"""References to score against: of the training images of latents, or made from images."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data import encoder_for, open_images, open_latents, read_manifest, real_images
+from data.images import ORIENTATION
+from evaluation import ArrayImages, InceptionDetector, Reference, make_reference
+from evaluation.features import new_cache
+from evaluation.files import fingerprint
+from evaluation.suite import code_of
+from runtime.files import sha256, write_json
+from runtime.launch import Launch
+from runtime.parts import digest_of
+from runtime.provenance import environment
+
+MAX_REFERENCE_BYTES = 2**33
+
+
+def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
+    """Take the training images of latents as reference, and the held-out ones to compare with."""
+    one, _ = real_images(dataset, dataset.train_ids[:1], encoder)
+    if one.nbytes * len(dataset.train_ids) > MAX_REFERENCE_BYTES:
+        raise ValueError(f"{name} has too many images to decode them all: score against a file of statistics")
+    images, labels = real_images(dataset, dataset.train_ids, encoder)
+    ids = dataset.held_out_ids
+    held_out = real_images(dataset, ids, encoder) if len(ids) > 1 else None
+    data = dataset.describe()
+    return Reference(name, images=ArrayImages(images), labels=labels, held_out=held_out, data=data)
+
+
+def of_latents(request: dict[str, Any]) -> Reference:
+    """The training images of a folder of latents."""
+    manifest, name = read_manifest(request["reference"]), f"reference={request['reference']}"
+    sizes = (manifest.input_size, manifest.in_channels, manifest.num_classes)
+    dataset = open_latents(request["reference"], *sizes)
+    return reference_of(dataset, encoder_for(manifest, torch.device("cpu")), name)
+
+
+def features_folder(request: dict[str, Any], out: Path) -> Path:
+    """Folder of finished parts of features."""
+    folder = Path(request["features"] or out.parent / "features")
+    for key in ("samples", "images"):
+        looked_at = request[key] and Path(request[key]).resolve()
+        if looked_at and folder.resolve().is_relative_to(looked_at):
+            raise ValueError(f"features={folder} must not be inside {key}={request[key]}")
+    if folder.is_symlink() and not request["features"]:
+        raise ValueError(f"{folder} is a link, which may lead anywhere: give features=FOLDER")
+    return folder
+
+
+def write_reference(request: dict[str, Any], suite: dict[str, Any], launch: Launch) -> None:
+    """Write a reference from images, with a record beside it; the keys of a suite choose the network."""
+    source, file = Path(request["images"]), Path(request["out"])
+    images = open_images(source, request["resolution"])
+    if images.count < 2 or images.shape[-1] != 3:
+        raise ValueError(f"images={source}: {images.count} of {images.shape}, must be 2 or more of (H, W, 3)")
+    beside = file.with_suffix(".json")
+    with launch.claimed_by_main("out", file, [beside], request["overwrite"]):
+        detector = InceptionDetector(suite["weights"], launch.device, suite["allow_unpublished_weights"])
+        key = {"images": fingerprint(source), "resolution": request["resolution"], **code_of(detector)}
+        key["batch_size"] = batch_size = suite["batch_size"]
+        path = features_folder(request, file) / f"reference-{digest_of(key)}"
+        cache = new_cache(images, path, key, batch_size)
+        found = make_reference(detector, images, file, batch_size, launch, cache)
+        if launch.is_main:
+            origin = {"path": str(source), "sha256": fingerprint(source), "resolution": request["resolution"]}
+            origin |= {"orientation": None if source.suffix == ".npz" else ORIENTATION}
+            record = {**found, "sha256": sha256(file), "images": origin, "weights": detector.record}
+            record |= {"num_processes": launch.world_size, "environment": environment(launch.device)}
+            write_json(beside, record)
+            print(f"reference {file}\nrecord {beside}")
+            cache.remove()  # the reference has what they add up to
