@@ -2,35 +2,19 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn as nn
 from tqdm import tqdm
 
-from evaluation.features import Images, extract, new_cache
+from evaluation.features import extract, new_cache
 from evaluation.pictures import OVER_TIME, row_height, save_grid, save_over_time, text_picture
 from evaluation.suite import Suite
 from runtime.launch import Launch
 
 NUM_LEVELS, NUM_DRAWS = 5, 65536  # of noise, as likely in training; draws that tell where they begin
-
-
-class DrawnSamples(Images, Protocol):
-    """Images that a network draws."""
-
-    def labels(self) -> np.ndarray | None:
-        """Labels (N,); None for an unconditional network."""
-        ...
-
-    def captions(self, labels: np.ndarray | None) -> list[str] | None:
-        """The names of labels."""
-        ...
-
-    def key(self) -> dict[str, Any]:
-        """Everything that the images depend on, except the configuration of the run."""
-        ...
 
 
 class DenseLoss:
@@ -103,11 +87,11 @@ class ScoreSamples:
     """Draw samples and score them by a suite; print its warnings the first time.
 
     Args:
-        samples: draws them; its settings are in the configuration of the run.
+        samples: draws them, see `builders.drawing.Drawing`.
         folder: of finished parts, for an evaluation that is killed.
     """
 
-    def __init__(self, suite: Suite, samples: DrawnSamples, folder: Path):
+    def __init__(self, suite: Suite, samples: Any, folder: Path):
         self.suite, self.samples, self._folder, self._warned = suite, samples, folder, False
         suite.check(samples.count, samples.shape, "evaluation")
 
@@ -139,7 +123,7 @@ class ScoreSamples:
 class SampleGrid:
     """Write a grid of samples as a PNG, and one of all steps beside it; show small ones in the terminal."""
 
-    def __init__(self, samples: DrawnSamples, folder: Path, columns: int, launch: Launch):
+    def __init__(self, samples: Any, folder: Path, columns: int, launch: Launch):
         self.samples, self.folder, self.columns, self._launch = samples, folder, columns, launch
 
     def describe(self) -> dict[str, Any]:

@@ -82,36 +82,39 @@ def extract(
     *,
     batch_size: int | None = None,
     launch: Launch,
-    description: str | None = None,
+    description: str = "",
     after_part: Callable[[], None] = lambda: None,
 ) -> Iterator[Arrays]:
     """Extract the features of all images, and return the arrays of each part, in order, on the first rank.
 
     Args:
         detector: None: the images themselves are the features, as `images`.
-        cache: see `new_cache`; None: in memory.
+        cache: see `new_cache`; None: in memory, without a progress bar.
         batch_size: images that the detector takes at a time, at most; None: all, as one part, on the first
             rank, and the images are cached.
         description, after_part: see `PartCache.fill`.
     """
-    cache = new_cache(images, None, {}, batch_size) if cache is None else cache
-    each_part = None if batch_size is None else detector
+    each_part, size = None if batch_size is None else detector, part_size(images, batch_size)
 
-    def make(indices: list[int]) -> Iterator[tuple[int, Arrays]]:
-        for part in images.batches(part_size(images, batch_size), indices):
+    def make(indices: Iterable[int]) -> Iterator[tuple[int, Arrays]]:
+        for part in images.batches(size, indices):
             arrays = {"images": part.images}
             if each_part is not None:
                 arrays = features_of(each_part, part.images, batch_size)
             arrays[DIGEST] = digest_of_images(part.images)
             yield part.index, arrays if part.cost is None else arrays | {COST: part.cost}
 
-    with cache.lock() if launch.is_main else nullcontext():
-        todo = launch.broadcast_from_main(cache.start)
-        sizes = {"num_items": images.count, "part_size": part_size(images, batch_size)}
-        cache.fill(todo, make, launch=launch, **sizes, description=description, after_part=after_part)
+    num_parts = -(-images.count // size)
+    if cache is None:
+        made = dict(launch.gather_items([*make(range(launch.rank, num_parts, launch.world_size))]))
+    else:
+        with cache.lock() if launch.is_main else nullcontext():
+            todo = launch.broadcast_from_main(cache.start)
+            sizes = {"num_items": images.count, "part_size": size}
+            cache.fill(todo, make, launch=launch, **sizes, description=description, after_part=after_part)
     if not launch.is_main:
         return iter(())
-    parts = map(cache.read, range(cache.num_parts))
+    parts = map(made.pop if cache is None else cache.read, range(num_parts))
     return parts if detector is each_part else iter([_at_once(detector, [*parts])])
 
 
@@ -129,7 +132,7 @@ def part_size(images: Images, batch_size: int | None) -> int:
 
 def new_cache(
     images: Images,
-    path: Path | None,
+    path: Path,
     key: Mapping[str, Any],
     batch_size: int | None = None,
     hint: str = "remove it",

@@ -195,9 +195,8 @@ class Suite:
     def _extract(
         self, images: Images, needs: set[Need], description: str, cache: PartCache | None
     ) -> tuple[FeatureSet, str]:
-        quick = self.batch_size is None and cache is None
-        options = {"launch": self.launch, "description": None if quick else description}
-        parts = extract(self.detector, images, cache, batch_size=self.batch_size, **options)
+        options = {"batch_size": self.batch_size, "launch": self.launch, "description": description}
+        parts = extract(self.detector, images, cache, **options)
         if not self.launch.is_main:
             return FeatureSet(), ""
         return add_up(parts, needs, images.count, self.launch.device)

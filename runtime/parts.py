@@ -1,6 +1,6 @@
-"""The parts of a long job, cached in a folder or in memory: a kill loses the parts being made, and no others.
+"""The finished parts of a long job, in a folder: a kill loses the parts being made, and no others.
 
-A part in a folder is a file of arrays, `NNNNNNN.npz`, complete or absent.
+A part is a file of arrays, `NNNNNNN.npz`, complete or absent.
 """
 
 import errno
@@ -10,7 +10,7 @@ import math
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class PartCache:
     """The finished parts of a job.
 
     Args:
-        path: folder of the parts; None: in memory.
+        path: their folder.
         key: everything the parts depend on, as JSON.
         hint: how to start again where a folder has parts of another key, for errors.
         replace: remove parts of another key instead.
@@ -47,7 +47,7 @@ class PartCache:
 
     def __init__(
         self,
-        path: Path | None,
+        path: Path,
         key: Mapping[str, Any],
         num_parts: int,
         hint: str = "remove it",
@@ -55,12 +55,9 @@ class PartCache:
     ):
         self.path, self.key, self.num_parts = path, as_json(key), num_parts
         self._hint, self._replace = hint, replace
-        self._in_memory: dict[int, Arrays] = {}
 
     def start(self) -> list[int]:
         """Make the folder, or resume an existing one; return the missing parts."""
-        if self.path is None:
-            return self.missing()
         file = self.path / KEY
         if self.path.is_symlink():
             raise ValueError(f"{self.path} is a link, which may lead anywhere: remove it")
@@ -85,8 +82,6 @@ class PartCache:
 
     def done(self) -> set[int]:
         """The finished parts."""
-        if self.path is None:
-            return {*self._in_memory}
         return {int(file.stem) for file in self.path.glob("*.npz") if file.stem.isdecimal()}
 
     def missing(self) -> list[int]:
@@ -96,16 +91,11 @@ class PartCache:
 
     def write(self, i: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a part."""
-        if self.path is None:
-            self._in_memory[i] = dict(arrays)
-            return
         with explained(self.file(i)), atomic_write(self.file(i)) as partial:
             np.savez(partial, **arrays)
 
     def read(self, i: int, *names: str) -> Arrays:
         """Read the named arrays of a part (all, if none is); a damaged one is removed and made again."""
-        if self.path is None:
-            return dict(self._in_memory[i])
         file = self.file(i)
         try:
             with zipfile.ZipFile(file) as archive:
@@ -128,16 +118,16 @@ class PartCache:
         launch: Launch,
         num_items: int,
         part_size: int,
-        description: str | None,
+        description: str,
         after_part: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make the missing parts, each rank its share; collective. Parts in memory end up on the first rank.
+        """Make the missing parts, each rank its share; collective.
 
         Args:
             todo: the missing parts, as `start` returns them on the first rank.
             make: a generator of (part, its arrays) for each of the given parts.
             num_items, part_size: images in all parts and in one, for the progress bar.
-            description: of the progress bar; None: no bar.
+            description: of the progress bar.
             after_part: called after each part of this rank.
 
         Raises:
@@ -147,13 +137,11 @@ class PartCache:
         bar = {"total": num_items, "initial": finished, "desc": description, "unit": "image"}
         with self._resumable(launch):
             made = closing(make(todo[launch.rank :: launch.world_size]))
-            with made as parts, tqdm(**bar, disable=description is None or not launch.is_main) as progress:
+            with made as parts, tqdm(**bar, disable=not launch.is_main) as progress:
                 for i, arrays in parts:
                     self.write(i, arrays)
                     progress.update(min(part_size * launch.world_size, num_items - progress.n))
                     after_part()
-            if self.path is None:
-                self._in_memory = dict(launch.gather_items([*self._in_memory.items()]))
             launch.barrier()
         if launch.is_main and (missing := len(self.missing())):
             raise ValueError(f"{missing} of {self.num_parts} parts did not come: run the same command again")
@@ -163,24 +151,20 @@ class PartCache:
         try:
             yield
         except BaseException as error:
-            if self.path is not None and self.path.exists():
+            if self.path.exists():
                 if launch.world_size == 1 and not self.done():
                     self.remove()  # with nothing to resume
                 elif isinstance(error, KeyboardInterrupt):
                     launch.print(f"\nstopped: the same command resumes from {self.path}")
             raise
 
-    def lock(self) -> AbstractContextManager:
-        """The lock of the program that makes parts in the folder; another program waits for it."""
-        if self.path is None:
-            return nullcontext()
+    def lock(self) -> Lock:
+        """The lock of the program that makes parts; another program waits for it."""
         return Lock(self.path.with_name(f".{self.path.name}.lock"), str(self.path), wait_sec=math.inf)
 
     def remove(self) -> None:
         """Remove all parts, and their folder."""
-        self._in_memory.clear()
-        if self.path is not None:
-            shutil.rmtree(self.path)
+        shutil.rmtree(self.path)
 
     def file(self, i: int) -> Path:
         """The file of a part."""
