@@ -17,22 +17,22 @@ from omegaconf import DictConfig
 
 from builders import config as configuration
 from builders.references import write_reference
+from builders.sampling import DrawRequest
 from builders.scoring import (
     FileSamples,
     NetworkSamples,
     ScoreConfig,
     check_request,
     comparisons,
-    draws,
     open_suite,
     show,
-    suite_node,
 )
 from builders.sweep import summarise
 from runtime.config import as_job, is_sweep, run_main, user_mistakes
 from runtime.files import finite, read_json, write_json
 from runtime.launch import Launch
 from runtime.machine import PATIENCE, start_process
+from runtime.nodes import Node
 from runtime.provenance import environment
 
 configuration.register("fid", ScoreConfig)
@@ -44,21 +44,21 @@ def main(cfg: DictConfig) -> None:
     """Check the request, and score or write a reference."""
     with user_mistakes():
         request = configuration.resolve(cfg)
-        check_request(request)
+        suite, drawn = check_request(request)
         launch = start_process(timeout=PATIENCE)
         if request["mode"] == "reference":
-            write_reference(request, suite_node(request).arguments, launch)
+            write_reference(request, suite.arguments, launch)
         else:
-            out = score(request, launch)
-            if is_sweep() and draws(request):
+            out = score(request, suite, drawn, launch)
+            if is_sweep() and drawn is not None:
                 table = launch.broadcast_from_main(lambda: summarise(out))
                 launch.print(f"sweep {table}" if table else "sweep: one record")
 
 
-def score(request: dict[str, Any], launch: Launch) -> Path:
+def score(request: dict[str, Any], node: Node, drawn: DrawRequest | None, launch: Launch) -> Path:
     """Score samples, print the scores and save them with a record; a sweep passes over what has one."""
-    samples = NetworkSamples(request, launch) if draws(request) else FileSamples(request)
-    suite = open_suite(request, samples.out, launch)
+    samples = FileSamples(request) if drawn is None else NetworkSamples(request, drawn, launch)
+    suite = open_suite(node, request, samples.out, launch)
     suite.check(samples.count, samples.shape, samples.name)
     cache = samples.cache(suite)
     described = {"suite": request["suite"], "protocol": suite.describe()}
@@ -71,13 +71,13 @@ def score(request: dict[str, Any], launch: Launch) -> Path:
         labels = samples.labels()
         suite.check_labels(labels, samples.name)
     with launch.claimed_by_main("out", samples.out, (), request["overwrite"]):
-        drawn = launch.broadcast_from_main(samples.record)
+        scored = launch.broadcast_from_main(samples.record)
         scores = suite.score(samples.images, labels, cache)
         others = comparisons(suite, samples.count)
         if launch.is_main:
             show(scores, others)
             record = {"num_processes": launch.world_size, "environment": environment(launch.device)}
-            record |= {**described, "samples": drawn}
+            record |= {**described, "samples": scored}
             compared = {name: {"n": row.num_images, **row.values} for name, row in others.items()}
             write_json(samples.out, {**asdict(scores), **record, "comparisons": compared})
             print(f"record {samples.out}")

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 
 from builders import config as configuration
 from builders.drawing import Drawing, GrowingGrid, cache_key, start_drawing
-from builders.sampling import SampleConfig, check_sampling, folder_of, open_model
+from builders.sampling import SampleConfig, open_model, read_request
 from evaluation.features import COST, COST_KEYS, extract
 from runtime.config import as_job, run_main, user_mistakes
 from runtime.errors import check_positive
@@ -45,26 +45,25 @@ def main(cfg: DictConfig) -> None:
         if request["output"] and not request["output"].endswith(".npz"):
             rule = "must end in .npz; picture and record take its name"
             raise ValueError(f"output={request['output']} {rule}")
-        check_sampling(request)
+        drawn = read_request(request)
         launch = start_process(timeout=PATIENCE)
-        model, name, record = open_model(request, launch)
-        output = place_of("output", request["output"], folder_of(request), f"samples/{name}.npz")
+        model, name, record = open_model(drawn, launch)
+        output = place_of("output", request["output"], drawn.folder, f"samples/{name}.npz")
         folder = output.with_name(f"{output.name}.partial")
         may_replace = request["overwrite"] or folder.is_dir()  # a job stopped while it joined its parts
         with launch.claimed_by_main("output", output, beside(output), may_replace):
-            key, overwrite = cache_key(record, launch.device), request["overwrite"]
-            images, cache = start_drawing(model, record, folder, key, launch, overwrite)
+            key = cache_key(record, launch.device)
+            images, cache = start_drawing(model, record, folder, key, launch, request["overwrite"])
             grid = GrowingGrid(images, cache, request["grid_columns"])
             num_images = images.count + images.part_size * len(cache.missing())  # in the file, and in parts
             num_bytes = num_images * math.prod(images.shape)
             launch.broadcast_from_main(lambda: check_room("output", output, num_bytes))
             if cache.missing():
                 launch.print(f"{images}\na picture of the first ones, class by class, grows in {grid.file}")
-            update = grid.update if launch.is_main else lambda: None
-            parts = extract(None, images, cache, launch=launch, description="sample", after_part=update)
+            options = {"description": "sample", "after_part": grid.update}
+            parts = extract(None, images, cache, launch=launch, **options)
             record["environment"] = environment(launch.device)
             if launch.is_main:
-                grid.update()  # with the last parts of other ranks
                 pack(parts, images, grid.file, output, record)
                 cache.remove()
     launch.print(f"samples {output}\npicture {output.with_suffix('.png')}")

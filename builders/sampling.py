@@ -135,12 +135,41 @@ def unguided() -> Node:
     return read_nodes({"_target_": "diffusion.CFG"}, "guidance")
 
 
-def check_sampling(request: dict[str, Any]) -> None:
-    """Check the keys of SamplingConfig and `run` before any device is touched."""
-    experiment, _ = read_source(request)
+@dataclass(frozen=True)
+class DrawRequest:
+    """A request of images, completed from its run or its file of weights, and checked.
+
+    Args:
+        keys: of SamplingConfig, and `run`.
+        written, experiment: the experiment as it was trained, and with the requested sampler and guidance.
+        details: the manifest of the run.
+        settings: all that changes a sample.
+    """
+
+    keys: dict[str, Any]
+    written: Experiment
+    experiment: Experiment
+    details: dict[str, Any]
+    settings: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The run or the file of weights, as messages call it."""
+        return source_name(self.keys)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of results unless requested otherwise: the run, or a folder beside the file of weights."""
+        return Path(self.keys["run"] or f"{self.keys['checkpoint']}.drawn")
+
+
+def read_request(request: dict[str, Any]) -> DrawRequest:
+    """Read and check what is requested to be drawn, before any device is touched."""
+    experiment, details = read_source(request)
     settings = _settings(request, experiment)
     try:
-        _as_requested(experiment, settings).check_sampling()
+        chosen = _as_requested(experiment, settings)
+        chosen.check_sampling()
     except ValueError as error:
         if all(request[key] in (None, {}) for key in ("sampler", "guidance", *NAMED)):
             where = f"{request['run']}/config.yaml" if request["run"] else source_name(request)
@@ -150,17 +179,17 @@ def check_sampling(request: dict[str, Any]) -> None:
         raise ValueError(message) from error
     if request["run"] is not None:
         find_checkpoint(Path(request["run"]), request["checkpoint"])
+    return DrawRequest(request, experiment, chosen, details, settings)
 
 
-def open_model(request: dict[str, Any], launch: Launch) -> tuple[ImageModel, str, dict[str, Any]]:
+def open_model(drawn: DrawRequest, launch: Launch) -> tuple[ImageModel, str, dict[str, Any]]:
     """Open what draws the requested images; return it with their name and the record of their making."""
-    experiment, details = read_source(request)
-    settings = _settings(request, experiment)
+    request, experiment, settings = drawn.keys, drawn.written, drawn.settings
     path = weights = Path(request["run"] or request["checkpoint"])
     if request["run"] is not None:
         weights = _weights_of(path, request["checkpoint"], launch)
-    run = open_weights(path, _as_requested(experiment, settings), details, weights, launch)
-    where = f"{request['run']}/manifest.json" if request["run"] else source_name(request)
+    run = open_weights(path, drawn.experiment, drawn.details, weights, launch)
+    where = f"{request['run']}/manifest.json" if request["run"] else drawn.name
     manifest = manifest_from(run.details["data"]["manifest"], f"{where}: data.manifest")
     if settings["class_label"] in manifest.untrained_classes:
         raise ValueError(f"class_label={settings['class_label']} has no images in the training data")
@@ -219,11 +248,6 @@ def read_source(request: dict[str, Any]) -> tuple[Experiment, dict[str, Any]]:
 def source_name(request: dict[str, Any]) -> str:
     """The run or the file of weights, as messages call it."""
     return f"run={request['run']}" if request["run"] else f"checkpoint={request['checkpoint']}"
-
-
-def folder_of(request: dict[str, Any]) -> Path:
-    """Folder of results unless requested otherwise: the run, or a folder beside the file of weights."""
-    return Path(request["run"] or f"{request['checkpoint']}.drawn")
 
 
 def read_run(path: str | Path) -> tuple[Experiment, dict[str, Any]]:

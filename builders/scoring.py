@@ -10,7 +10,7 @@ import numpy as np
 
 from builders.drawing import Drawing, cache_key, start_drawing
 from builders.references import features_folder, of_latents
-from builders.sampling import SamplingConfig, check_sampling, folder_of, open_model, source_name
+from builders.sampling import DrawRequest, SamplingConfig, open_model, read_request
 from data import open_images
 from evaluation import ArrayImages, Reference, Suite, open_reference
 from evaluation.files import fingerprint
@@ -79,14 +79,15 @@ def suite_node(request: dict[str, Any]) -> Node:
     return read_nodes(node, "evaluation")
 
 
-def check_request(request: dict[str, Any]) -> None:
-    """Check that the keys that are given belong together, and what is requested of a run."""
+def check_request(request: dict[str, Any]) -> tuple[Node, DrawRequest | None]:
+    """Check that the keys that are given belong together; return the suite, and what is drawn if any is."""
     check_choice("mode", request["mode"], ("score", "reference"))
-    suite = suite_node(request).arguments
+    suite = suite_node(request)
+    draws = request["run"] is not None or request["checkpoint"] is not None
     what, keys, needed = "scoring samples in files", {"samples", "num_samples"}, ("reference", "samples")
     if request["mode"] == "reference":
         what, keys, needed = "mode=reference", {"images", "resolution"}, ("images", "out")
-    elif draws(request):
+    elif draws:
         what, keys, needed = "scoring a network", {"run", "num_samples"} | SAMPLING_KEYS, ("reference",)
     keys = {*keys, *needed, "mode", "out", "features", "overwrite"} | (
         {"suite"} if request["mode"] == "score" else set()
@@ -96,7 +97,7 @@ def check_request(request: dict[str, Any]) -> None:
         if value in (field.default, {}):  # no choice of a group is an empty one
             continue
         if key in SUITE_KEYS.values():
-            if not any(key == SUITE_KEYS[name] for name in suite.keys() & SUITE_KEYS.keys()):
+            if not any(key == SUITE_KEYS[name] for name in suite.arguments.keys() & SUITE_KEYS.keys()):
                 raise ValueError(f"{key}={value} has no meaning for suite={request['suite']}")
         elif key not in keys:
             raise ValueError(f"{key}={value} has no meaning for {what}")
@@ -114,23 +115,12 @@ def check_request(request: dict[str, Any]) -> None:
     if samples and Path(samples).is_dir() and request["num_samples"] is None:
         rule = "is a folder, which may have older images in it: give their number as num_samples=N"
         raise ValueError(f"samples={samples} {rule}")
-    if draws(request):
-        check_sampling(drawn(request))
+    num_samples = request["num_samples"] or NUM_SAMPLES
+    return suite, read_request({**request, "num_samples": num_samples}) if draws else None
 
 
-def draws(request: dict[str, Any]) -> bool:
-    """True if images are sampled from a network while they are scored."""
-    return request["run"] is not None or request["checkpoint"] is not None
-
-
-def drawn(request: dict[str, Any]) -> dict[str, Any]:
-    """The request of a run, with the default number of samples."""
-    return {**request, "num_samples": request["num_samples"] or NUM_SAMPLES}
-
-
-def open_suite(request: dict[str, Any], out: Path, launch: Launch) -> Suite:
+def open_suite(node: Node, request: dict[str, Any], out: Path, launch: Launch) -> Suite:
     """Build the requested suite with its reference: a file, or latents if the suite has none."""
-    node = suite_node(request)
     of_file = node.arguments.get("reference") is not None
     reference = open_reference(Path(request["reference"]), open_images) if of_file else of_latents(request)
     return build_suite(node, reference, launch, features_folder(request, out))
@@ -183,12 +173,11 @@ class NetworkSamples:
 
     images: Drawing  # once `cache` has resolved how they are drawn
 
-    def __init__(self, request: dict[str, Any], launch: Launch):
-        request = drawn(request)
-        self.count, self.name = request["num_samples"], source_name(request)
-        self._model, name, self._record = open_model(request, launch)
+    def __init__(self, request: dict[str, Any], drawn: DrawRequest, launch: Launch):
+        self.count, self.name = drawn.settings["num_samples"], drawn.name
+        self._model, name, self._record = open_model(drawn, launch)
         self._launch, self.shape = launch, self._model.image_shape
-        self.out = place_of("out", request["out"], folder_of(request), f"scores/{name}.json")
+        self.out = place_of("out", request["out"], drawn.folder, f"scores/{name}.json")
         self._features = features_folder(request, self.out)
 
     def labels(self) -> np.ndarray:

@@ -101,7 +101,7 @@ def test_commands_compose_and_validate(command, monkeypatch):
     program, overrides = overrides_of(command)
     if program not in ("train.py", "benchmarks.train_step"):
         request = resolve(composed(*overrides, config_name=PROGRAMS[program]))
-        monkeypatch.setattr("builders.scoring.check_sampling", lambda request: None)  # there is no run
+        monkeypatch.setattr("builders.scoring.read_request", lambda request: None)  # there is no run
         CHECKS.get(program, lambda request: None)(request)
         return
     if program == "benchmarks.train_step":

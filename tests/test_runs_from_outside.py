@@ -20,7 +20,7 @@ import fid
 import sample
 from benchmarks import advise
 from builders import experiment
-from builders.sampling import check_sampling, load_net, read_run
+from builders.sampling import load_net, read_request, read_run
 from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.memory import peak_gib, reset_peak
@@ -249,7 +249,7 @@ def test_a_run_in_a_folder_of_configurations_is_refused(run, monkeypatch):
 def reads_or_refuses(run, request, weights):
     """Read a run as sampling does: what comes out is a network, or one line that names a file of the run."""
     try:
-        check_sampling(request)
+        read_request(request)
         load_net(read_run(run)[0], weights)
     except (ValueError, FileNotFoundError) as error:
         assert len(str(error).splitlines()) == 1

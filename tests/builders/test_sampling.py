@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import sample
 from builders.config import resolve
-from builders.sampling import open_model
+from builders.sampling import open_model, read_request
 from diffusion import random_labels
 from evaluation.pictures import CAPTION_HEIGHT
 from runtime.errors import UserError
@@ -34,7 +34,7 @@ def run(tmp_path_factory):
 
 def opened(run, *overrides):
     request = resolve(composed(f"run={run}", "num_samples=4", *overrides, config_name="sample"))
-    return open_model(request, ALONE)
+    return open_model(read_request(request), ALONE)
 
 
 def files(folder):
@@ -121,7 +121,7 @@ def test_other_samples_have_another_name(run):
     names = set()
     for asked in ("", *options):
         request = resolve(composed(f"run={run}", *asked.split(), config_name="sample"))
-        names.add(open_model(request, ALONE)[1])
+        names.add(open_model(read_request(request), ALONE)[1])
     assert len(names) == 1 + len(options)
 
 
@@ -129,7 +129,7 @@ def test_the_weights_of_a_weak_network_are_recorded(run):
     """Here of the run itself, where no other is named."""
     asked = (f"run={run}", "guidance=auto", "guidance.weak_checkpoint=4")
     request = resolve(composed(*asked, config_name="sample"))
-    _, _, record = open_model(request, ALONE)
+    _, _, record = open_model(read_request(request), ALONE)
     file = run / "checkpoints/step_00000004/ema.safetensors"
     assert record["weak_weights"] == {str(file): sha256(file)}
     assert record["guidance"]["weak_run"] == str(run)
