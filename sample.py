@@ -43,8 +43,7 @@ def main(cfg: DictConfig) -> None:
         request = configuration.resolve(cfg)
         check_positive("grid_columns", request["grid_columns"])
         if request["output"] and not request["output"].endswith(".npz"):
-            rule = "must end in .npz; picture and record take its name"
-            raise ValueError(f"output={request['output']} {rule}")
+            raise ValueError(f"output={request['output']} must end in .npz; picture and record take its name")
         drawn = read_request(request)
         launch = start_process(timeout=PATIENCE)
         model, name, record = open_model(drawn, launch)
@@ -60,8 +59,7 @@ def main(cfg: DictConfig) -> None:
             launch.broadcast_from_main(lambda: check_room("output", output, num_bytes))
             if cache.missing():
                 launch.print(f"{images}\na picture of the first ones, class by class, grows in {grid.file}")
-            options = {"description": "sample", "after_part": grid.update}
-            parts = extract(None, images, cache, launch=launch, **options)
+            parts = extract(None, images, cache, launch=launch, description="sample", after_part=grid.update)
             record["environment"] = environment(launch.device)
             if launch.is_main:
                 pack(parts, images, grid.file, output, record)
@@ -78,9 +76,8 @@ def pack(
     parts: Iterator[Arrays], images: Drawing, picture: Path, output: Path, record: dict[str, Any]
 ) -> None:
     """Join images (N, H, W, C) and labels (N,) in the layout of [ADM], with a picture and a record."""
-    costs, beside_it = [], beside(output)
     header = {"descr": "|u1", "fortran_order": False, "shape": (images.count, *images.shape)}
-    labels = images.labels()
+    labels, costs = images.labels(), []
     with explained(output), atomic_write(output) as partial:
         with zipfile.ZipFile(partial, "w") as archive:
             with archive.open("arr_0.npy", "w", force_zip64=True) as file:
@@ -91,7 +88,7 @@ def pack(
             if labels is not None:
                 with archive.open("arr_1.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, labels)
-        for file in beside_it:  # of earlier samples
+        for file in beside(output):  # of earlier samples
             file.unlink(missing_ok=True)
         # The samples come last: a kill before leaves the parts, and the same command joins them again.
         shutil.copyfile(picture, output.with_suffix(".png"))

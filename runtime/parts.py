@@ -128,7 +128,7 @@ class PartCache:
             make: a generator of (part, its arrays) for each of the given parts.
             num_items, part_size: images in all parts and in one, for the progress bar.
             description: of the progress bar.
-            after_part: called after each part of this rank.
+            after_part: called on the first rank, after each of its parts and at the end.
 
         Raises:
             ValueError: a part is missing at the end.
@@ -141,10 +141,14 @@ class PartCache:
                 for i, arrays in parts:
                     self.write(i, arrays)
                     progress.update(min(part_size * launch.world_size, num_items - progress.n))
-                    after_part()
+                    if launch.is_main:
+                        after_part()
             launch.barrier()
-        if launch.is_main and (missing := len(self.missing())):
-            raise ValueError(f"{missing} of {self.num_parts} parts did not come: run the same command again")
+        if launch.is_main:
+            after_part()  # with the last parts of other ranks
+            if missing := len(self.missing()):
+                count = f"{missing} of {self.num_parts}"
+                raise ValueError(f"{count} parts did not come: run the same command again")
 
     @contextmanager
     def _resumable(self, launch: Launch) -> Iterator[None]:
