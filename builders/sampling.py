@@ -141,13 +141,12 @@ class DrawRequest:
 
     Args:
         keys: of SamplingConfig, and `run`.
-        written, experiment: the experiment as it was trained, and with the requested sampler and guidance.
+        experiment: with the requested sampler and guidance.
         details: the manifest of the run.
         settings: all that changes a sample.
     """
 
     keys: dict[str, Any]
-    written: Experiment
     experiment: Experiment
     details: dict[str, Any]
     settings: dict[str, Any]
@@ -155,7 +154,8 @@ class DrawRequest:
     @property
     def name(self) -> str:
         """The run or the file of weights, as messages call it."""
-        return source_name(self.keys)
+        run = self.keys["run"]
+        return f"run={run}" if run else f"checkpoint={self.keys['checkpoint']}"
 
     @property
     def folder(self) -> Path:
@@ -172,23 +172,24 @@ def read_request(request: dict[str, Any]) -> DrawRequest:
         chosen.check_sampling()
     except ValueError as error:
         if all(request[key] in (None, {}) for key in ("sampler", "guidance", *NAMED)):
-            where = f"{request['run']}/config.yaml" if request["run"] else source_name(request)
+            run, file = request["run"], request["checkpoint"]
+            where = f"{run}/config.yaml" if run else f"checkpoint={file}"
             raise ValueError(f"{where}: {error}") from error
         # These two keys by their names on the command line.
         message = re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
         raise ValueError(message) from error
     if request["run"] is not None:
         find_checkpoint(Path(request["run"]), request["checkpoint"])
-    return DrawRequest(request, experiment, chosen, details, settings)
+    return DrawRequest(request, chosen, details, settings)
 
 
 def open_model(drawn: DrawRequest, launch: Launch) -> tuple[ImageModel, str, dict[str, Any]]:
     """Open what draws the requested images; return it with their name and the record of their making."""
-    request, experiment, settings = drawn.keys, drawn.written, drawn.settings
+    request, experiment, settings = drawn.keys, drawn.experiment, drawn.settings
     path = weights = Path(request["run"] or request["checkpoint"])
     if request["run"] is not None:
         weights = _weights_of(path, request["checkpoint"], launch)
-    run = open_weights(path, drawn.experiment, drawn.details, weights, launch)
+    run = open_weights(path, experiment, drawn.details, weights, launch)
     where = f"{request['run']}/manifest.json" if request["run"] else drawn.name
     manifest = manifest_from(run.details["data"]["manifest"], f"{where}: data.manifest")
     if settings["class_label"] in manifest.untrained_classes:
@@ -222,7 +223,7 @@ def open_model(drawn: DrawRequest, launch: Launch) -> tuple[ImageModel, str, dic
         "weights_sha256": sha256(run.weights),  # now: a run that still trains removes old checkpoints
         "weak_weights": {str(file): sha256(file) for file in run.weak},
     }
-    return ImageModel(*parts), _name(run, experiment, settings, request["objective"]), record
+    return ImageModel(*parts), _name(run, settings, request["objective"]), record
 
 
 def _as_requested(experiment: Experiment, settings: dict[str, Any]) -> Experiment:
@@ -243,11 +244,6 @@ def read_source(request: dict[str, Any]) -> tuple[Experiment, dict[str, Any]]:
     experiment, details = read_weights_file(file, request["objective"], request["latents"])
     check_shapes(experiment, file)
     return experiment, details
-
-
-def source_name(request: dict[str, Any]) -> str:
-    """The run or the file of weights, as messages call it."""
-    return f"run={request['run']}" if request["run"] else f"checkpoint={request['checkpoint']}"
 
 
 def read_run(path: str | Path) -> tuple[Experiment, dict[str, Any]]:
@@ -317,7 +313,7 @@ def _settings(request: dict[str, Any], experiment: Experiment) -> dict[str, Any]
     return settings if label is None else {**settings, "labels": None}
 
 
-def _name(run: OpenedRun, experiment: Experiment, settings: dict[str, Any], objective: str | None) -> str:
+def _name(run: OpenedRun, settings: dict[str, Any], objective: str | None) -> str:
     name = run.path.stem if run.path == run.weights else run.weights.parent.name
     parts = [name, *filter(None, [objective]), f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
     if settings["class_label"] is not None:
@@ -328,7 +324,7 @@ def _name(run: OpenedRun, experiment: Experiment, settings: dict[str, Any], obje
     parts += ["guidance" + str(scale).removesuffix(".0")] if scale != 1 else []
     parts += [f"{settings['sampler']['num_steps']}steps"] if "num_steps" in settings["sampler"] else []
     for group in ("sampler", "guidance"):
-        node, run_node = ({**node, **NAMED} for node in (settings[group], experiment.written[group]))
+        node, run_node = ({**node, **NAMED} for node in (settings[group], run.experiment.written[group]))
         if node != run_node:
             digest = hashlib.sha256(json.dumps(node, sort_keys=True).encode()).hexdigest()[:8]
             parts += [f"{node['_target_'].rpartition('.')[2]}-{digest}"]
