@@ -21,9 +21,10 @@ import numpy as np
 from omegaconf import DictConfig
 
 from builders import config as configuration
-from builders.drawing import Drawing, GrowingGrid, cache_key, start_drawing
+from builders.drawing import Drawing, cache_key, start_drawing
 from builders.sampling import SampleConfig, open_model, read_request
 from evaluation.features import COST, COST_KEYS, extract
+from evaluation.pictures import GrowingGrid
 from runtime.config import as_job, run_main, user_mistakes
 from runtime.errors import check_positive
 from runtime.files import atomic_write, sha256, write_json
@@ -54,8 +55,7 @@ def main(cfg: DictConfig) -> None:
             key = cache_key(record, launch.device)
             images, cache = start_drawing(model, record, folder, key, launch, request["overwrite"])
             grid = GrowingGrid(images, cache, request["grid_columns"])
-            num_images = images.count + images.part_size * len(cache.missing())  # in the file, and in parts
-            num_bytes = num_images * math.prod(images.shape)
+            num_bytes = math.prod(images.shape) * (images.count + images.part_size * len(cache.missing()))
             launch.broadcast_from_main(lambda: check_room("output", output, num_bytes))
             if cache.missing():
                 launch.print(f"{images}\na picture of the first ones, class by class, grows in {grid.file}")

@@ -20,7 +20,6 @@ from diffusion import Guidance, Precond, generate, random_labels
 from diffusion.generate import Evaluations, cost_of_evaluations, count_evaluations, expected_times
 from diffusion.graphs import CudaRecorder, replay_forward
 from evaluation.features import new_cache
-from evaluation.pictures import in_turn, save_grid
 from runtime.launch import Launch
 from runtime.machine import (
     can_compile,
@@ -34,7 +33,6 @@ from runtime.provenance import flatten, source_sha256
 
 LEFT_OPEN = {"mixed_precision": "auto", "batch_size": None, "compile": "auto"}
 PATHS = ("run", "checkpoint", "encoder.name")  # the weights are known by their hashes
-GRID, GRID_ROWS = "grid.png", 10
 TOKENS_AT_ONCE = 4096  # on a CPU, where larger batches are not faster (benchmarks/LOG.md)
 MAX_BATCH, MEMORY_SHARE, PROBE_BATCH = 256, 0.25, 8
 # Assumed for an estimate that is the same on any number of processes and in every start: FLOPs per second (of
@@ -114,18 +112,14 @@ class ImageModel:
             return max(1, TOKENS_AT_ONCE // self.precond.net.num_tokens)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        self._evaluate_once(2 * PROBE_BATCH, bf16)  # both branches of guidance
+        net, t = self.precond.net, torch.tensor(self.precond.path.t_max / 2, dtype=torch.float64)
+        x = torch.zeros(2 * PROBE_BATCH, *net.latent_shape, device=self.device)  # both branches of guidance
+        labels = torch.zeros(len(x), dtype=torch.int64, device=self.device) if net.num_classes else None
+        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            self.precond.predict(x, t, labels)
         per_image = max(1, torch.cuda.max_memory_allocated(self.device) - before) / PROBE_BATCH
         room = MEMORY_SHARE * torch.cuda.get_device_properties(self.device).total_memory
         return min(MAX_BATCH, 2 ** int(np.log2(max(1, room / per_image))))
-
-    @torch.no_grad()
-    def _evaluate_once(self, batch_size: int, bf16: bool) -> None:
-        net, t = self.precond.net, torch.tensor(self.precond.path.t_max / 2, dtype=torch.float64)
-        x = torch.zeros(batch_size, *net.latent_shape, device=self.device)
-        labels = torch.zeros(batch_size, dtype=torch.int64, device=self.device) if net.num_classes else None
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            self.precond.predict(x, t, labels)
 
 
 @dataclass(frozen=True)
@@ -306,15 +300,13 @@ def start_drawing(
     launch: Launch,
     overwrite: bool = False,
 ) -> tuple[Drawing, PartCache]:
-    """Resolve how the images of a record are drawn, as a job in a folder was started if there is one.
+    """Resolve how the images of a record are drawn; return them with the cache of their parts.
 
     Args:
         record: the resolved options are added to it.
+        folder: of the parts; a job that was started there keeps its options.
         key: everything that parts depend on, besides what is resolved.
-        overwrite: a job in the folder with another key may be replaced.
-
-    Returns:
-        the images, and the cache of their parts.
+        overwrite: a job with another key may be replaced.
     """
 
     def read_saved() -> dict[str, Any]:
@@ -331,28 +323,3 @@ def start_drawing(
     record |= asdict(options)
     images, key = Drawing(model, options), key | {name: record[name] for name in LEFT_OPEN}
     return images, new_cache(images, folder, key, None, "overwrite=true starts again", overwrite)
-
-
-class GrowingGrid:
-    """A picture of the first samples, class by class, of which those are shown that are drawn."""
-
-    def __init__(self, images: Drawing, cache: PartCache, columns: int):
-        labels = images.labels()
-        order = np.arange(images.count) if labels is None else in_turn(labels)
-        self.shown = order[: GRID_ROWS * columns]
-        self.file: Path = cache.path / GRID
-        self._captions = images.captions(None if labels is None else labels[self.shown])
-        self._part_size, self._cache, self._columns = images.part_size, cache, columns
-        self._images = np.zeros((len(self.shown), *images.shape), np.uint8)
-        self._seen: set[int] = set()
-
-    def update(self) -> None:
-        """Write the picture again where finished parts have something to show."""
-        done, part_of = self._cache.done(), self.shown // self._part_size
-        fresh = (done - self._seen) & set(part_of.tolist())
-        for part in fresh:
-            images = self._cache.read(part)["images"]
-            self._images[part_of == part] = images[self.shown[part_of == part] % self._part_size]
-        self._seen |= done
-        if fresh:
-            save_grid(self._images, self.file, self._columns, self._captions)

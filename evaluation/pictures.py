@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 from runtime.files import atomic_write
+from runtime.parts import PartCache
 
 PADDING = 2
 MIN_TILE = 64
 CAPTION_HEIGHT, LETTER_WIDTH = 14, 6
 TEXT_COLUMNS = 100
 OVER_TIME, MAX_ROWS = "over_time.png", 20
+GRID, GRID_ROWS = "grid.png", 10  # of images that are being drawn
 
 
 def save_grid(
@@ -97,3 +100,33 @@ def text_picture(images: np.ndarray) -> str:
     row = np.concatenate(list(images[:count, :, :, 0] > 127), axis=1)
     blocks = 2 * row[: 2 * (len(row) // 2) : 2] + row[1::2]
     return "\n".join("".join(" ▄▀█"[block] for block in line) for line in blocks)
+
+
+class GrowingGrid:
+    """A picture of the first samples, class by class; those that are not drawn yet are black.
+
+    Args:
+        images: draws them, see `builders.drawing.Drawing`.
+        cache: of their parts.
+    """
+
+    def __init__(self, images: Any, cache: PartCache, columns: int):
+        labels = images.labels()
+        order = np.arange(images.count) if labels is None else in_turn(labels)
+        self.shown = order[: GRID_ROWS * columns]
+        self.file: Path = cache.path / GRID
+        self._captions = images.captions(None if labels is None else labels[self.shown])
+        self._part_size, self._cache, self._columns = images.part_size, cache, columns
+        self._images = np.zeros((len(self.shown), *images.shape), np.uint8)
+        self._seen: set[int] = set()
+
+    def update(self) -> None:
+        """Write the picture again where finished parts have something to show."""
+        done, part_of = self._cache.done(), self.shown // self._part_size
+        fresh = (done - self._seen) & set(part_of.tolist())
+        for part in fresh:
+            images = self._cache.read(part)["images"]
+            self._images[part_of == part] = images[self.shown[part_of == part] % self._part_size]
+        self._seen |= done
+        if fresh:
+            save_grid(self._images, self.file, self._columns, self._captions)
