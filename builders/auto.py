@@ -47,27 +47,22 @@ def resolve_auto(
         saved: the record of what a resumed run was started with; it wins, except for micro-batches that the
             processes cannot share.
     """
-    train, model, speedup = experiment.train, experiment.model_node.arguments, None
-    precision, compiled, keep = train.mixed_precision, train.compile, train.keep_freed_memory
+    train, precision, speedup = experiment.train, experiment.train.mixed_precision, None
     if precision == "auto":
         if device.type == "cpu":
             speedup = saved.get("bf16_speedup") or round(bf16_speedup(device), 2)
         precision = saved.get("mixed_precision") or ("bf16" if has_fast_bf16(device) else "no")
-    if compiled == "auto":
+    check_precision(f"train.mixed_precision={train.mixed_precision} gives {precision} here", precision)
+    compiled, keep = train.compile == "true", train.keep_freed_memory == "true"
+    if train.compile == "auto":
         compiled = saved["compile"] if "compile" in saved else can_compile(device)
+    if train.keep_freed_memory == "auto":
+        keep = can_keep_freed_memory(device)
     micro_batch_size = train.micro_batch_size or saved.get("micro_batch_size") or train.batch_size
     if not train.micro_batch_size and train.batch_size % (micro_batch_size * num_processes):
         micro_batch_size = train.batch_size // num_processes
-    dtype, attention = torch.bfloat16 if precision == "bf16" else torch.float32, None
-    if "attention" in model:
-        attention = resolve_attention(model["attention"], device.type, dtype)
-    check_precision(f"train.mixed_precision={train.mixed_precision} gives {precision} here", precision)
-    return Resolved(
-        mixed_precision=precision,
-        compile=compiled in (True, "true"),
-        micro_batch_size=micro_batch_size,
-        num_workers=min(train.num_workers, cpu_count()),
-        keep_freed_memory=can_keep_freed_memory(device) if keep == "auto" else keep == "true",
-        bf16_speedup=speedup,
-        attention=attention,
-    )
+    attention, dtype = None, torch.bfloat16 if precision == "bf16" else torch.float32
+    if (asked := experiment.model_node.arguments.get("attention")) is not None:
+        attention = resolve_attention(asked, device.type, dtype)
+    num_workers = min(train.num_workers, cpu_count())
+    return Resolved(precision, compiled, micro_batch_size, num_workers, keep, speedup, attention)

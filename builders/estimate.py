@@ -38,36 +38,28 @@ class Estimate:
     checkpoints: int
 
 
-def bytes_in_memory(experiment: Experiment, net: nn.Module) -> int:
-    """Bytes of weights, gradients, optimizer and average; the network may be on the meta device."""
-    num_parameters = sum(parameter.numel() for parameter in net.parameters())
-    return num_parameters * (WEIGHT + GRADIENT + AVERAGE) + optimizer_bytes(experiment, net)
+def bytes_in_memory(experiment: Experiment) -> int:
+    """Bytes of weights, gradients, optimizer and average."""
+    num_parameters = sum(parameter.numel() for parameter in experiment.meta_net.parameters())
+    return num_parameters * (WEIGHT + GRADIENT + AVERAGE) + optimizer_bytes(experiment)
 
 
-def optimizer_bytes(experiment: Experiment, net: nn.Module) -> int:
+def optimizer_bytes(experiment: Experiment) -> int:
     """Bytes of the state of the optimizer, from a step of stand-ins with one number each."""
-    sizes = {name: parameter.numel() for name, parameter in net.named_parameters()}
-    ranks = {name: parameter.ndim for name, parameter in net.named_parameters()}
-    small = {name: nn.Parameter(torch.zeros([1] * rank, device="cpu")) for name, rank in ranks.items()}
+    named = dict(experiment.meta_net.named_parameters())
+    small = {name: nn.Parameter(torch.zeros([1] * p.ndim, device="cpu")) for name, p in named.items()}
+    sizes = {small[name]: parameter.numel() for name, parameter in named.items()}
     optimizer = experiment.optimizer(small.items())
     for parameter in small.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(torch.zeros((), device="cpu"))
-    states = {p: state for each in optimizer.optimizers.values() for p, state in each.state.items()}
-    return sum(
-        sizes[name] * value.nbytes
-        for name, parameter in small.items()
-        for value in states.get(parameter, {}).values()
-        if isinstance(value, torch.Tensor) and value.ndim  # counters have no dimension
-    )
+    states = [item for each in optimizer.optimizers.values() for item in each.state.items()]
+    tensors = [(p, value) for p, state in states for value in state.values() if torch.is_tensor(value)]
+    return sum(sizes[p] * value.nbytes for p, value in tensors if value.ndim)  # counters have no dimension
 
 
 def estimate(
-    experiment: Experiment,
-    resolved: Resolved,
-    cost: Cost,
-    launch: Launch,
-    drawing_flops: float,
+    experiment: Experiment, resolved: Resolved, cost: Cost, launch: Launch, drawing_flops: float
 ) -> Estimate:
     """Estimate time, memory and disk of a training.
 
@@ -81,7 +73,7 @@ def estimate(
     num_saved = train.keep_last + 1  # the oldest is removed once the newest is complete
     if train.milestone_every:
         num_saved += train.total_steps // train.milestone_every
-    memory = bytes_in_memory(experiment, experiment.meta_net)
+    memory = bytes_in_memory(experiment)
     checkpoints = (memory - GRADIENT * cost.num_parameters) * num_saved
     return Estimate(flops / (rate * launch.world_size), memory, checkpoints)
 

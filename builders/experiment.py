@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from builders.config import OF_OPTIMIZER, register, resolve_nodes
 from builders.kept_tokens import KeptTokensLoss
-from builders.rules import check_groups, check_latents, check_loop
+from builders.rules import check_latents, check_rules
 from builders.schemas import Config, RoutingConfig, TrainConfig, check_train
 from data import LatentDataset, ShardDataset, mask_coverage
 from diffusion import Guidance, Loss, Precond
@@ -75,20 +75,14 @@ class Experiment:
         train = TrainConfig(**written["train"])
         check_train(train)
         written["train"] = asdict(train)  # words in lower case
-        precond, loss = (nodes["diffusion"].get(part) for part in ("precond", "loss"))
-        experiment = cls(
-            written,
-            **{key: written[key] for key in SCALARS},
-            train=train,
-            routing=RoutingConfig(**written["routing"]),
-            model_node=_model_node(nodes["model"]),
-            precond_node=_node(precond, "diffusion.precond"),
-            loss_node=_node(loss, "diffusion.loss"),
-            **{f"{key}_node": _node(nodes[key], key) for key in GROUPS},
-            **{key: _node(nodes[key], key) if nodes[key] else None for key in ("evaluation", "tracker")},
-        )
-        check_loop(experiment, num_processes)
-        check_groups(experiment)
+        values: dict[str, Any] = {key: written[key] for key in SCALARS}
+        values |= {f"{key}_node": _node(nodes[key], key) for key in GROUPS}
+        values |= {key: _node(nodes[key], key) if nodes[key] else None for key in ("evaluation", "tracker")}
+        for part in ("precond", "loss"):
+            values[f"{part}_node"] = _node(nodes["diffusion"].get(part), f"diffusion.{part}")
+        routing, model = RoutingConfig(**written["routing"]), _model_node(nodes["model"])
+        experiment = cls(written, train=train, routing=routing, model_node=model, **values)
+        check_rules(experiment, num_processes)
         return experiment
 
     @classmethod
@@ -100,6 +94,7 @@ class Experiment:
     @classmethod
     def of_run(cls, run: RunFolder) -> "Experiment":
         """The experiment of a run, which may come from anywhere, checked as on the command line."""
+        run.check_started()
         check_apart(run.path, config_folders())
         return cls.of_written(run.config(), run.config_file)
 
@@ -158,7 +153,7 @@ class Experiment:
         return KeptTokensLoss(loss, net, self.train.reconstruction_weight)
 
     def route_plan(self, net: Backbone) -> RoutePlan:
-        """What the routes of a network do at each step."""
+        """The ratios of the routes of a network, step by step."""
         return RoutePlan(net.routes, net.num_tokens, self.train.total_steps, **asdict(self.routing))
 
     def optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -181,7 +176,7 @@ class Experiment:
         return self.sampler_node.bind()
 
     def guidance(self, open_precond: Callable[[str, str | None], Precond]) -> Guidance:
-        """The guidance, with the networks that it has beside, opened by open_precond(run, checkpoint)."""
+        """The guidance; open_precond(run, checkpoint) opens the networks that it has beside."""
         guidance = self.guidance_node.bind()()
         guidance.load(open_precond)
         return guidance
@@ -266,7 +261,6 @@ def _model_node(found: Any) -> Node:
 
 def _without_weights(path: str, checkpoint: str | None) -> Precond:
     run = RunFolder(path)
-    run.check_started()
-    find_checkpoint(run.path, checkpoint)
     experiment = Experiment.of_run(run)
+    find_checkpoint(run.path, checkpoint)
     return experiment.precond(experiment.meta_net)

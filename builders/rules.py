@@ -25,9 +25,9 @@ NUM_SEEDS = 2**32  # that the CPU's generator distinguishes
 MAX_SYNTHETIC = 2**28  # numbers of random latents: 1 GiB
 
 
-def check_loop(experiment: "Experiment", num_processes: int) -> None:
-    """Check names, seed and the group train."""
-    train, name = experiment.train, Path(experiment.run_name)
+def check_rules(experiment: "Experiment", num_processes: int) -> None:
+    """Check names, seed, sizes, and the rules that cross groups."""
+    train, data, name = experiment.train, experiment.data_node, Path(experiment.run_name)
     for key, value in (("run_name", experiment.run_name), ("output_dir", experiment.output_dir)):
         if not value.strip():
             raise ValueError(f"{key}='{value}' must not be empty")
@@ -40,26 +40,20 @@ def check_loop(experiment: "Experiment", num_processes: int) -> None:
             f"train.batch_size={train.batch_size} must be a multiple of train.micro_batch_size="
             f"{train.micro_batch_size or 1} times the number of processes={num_processes}"
         )
-
-
-def check_groups(experiment: "Experiment") -> None:
-    """Check the rules that cross groups."""
-    data, evaluation = experiment.data_node, experiment.evaluation
     check_choice("decoding", experiment.decoding, DECODINGS)
     _check_routes(experiment)
     _check_kept_tokens(experiment)
     for key, value in flatten(experiment.written).items():
         if key in COUNTS and value is not None:
             check_positive(key, value)
-    if "seed" in data.arguments:
-        check_not_negative("data.seed", data.arguments["seed"])
+    check_not_negative("data.seed", data.arguments.get("seed", 0))
     if data.target in DRAWN_DATA:
-        check_drawn(data.arguments)
-    if data.target == STREAMED_DATA and experiment.train.num_workers:
+        _check_drawn(data.arguments)
+    if data.target == STREAMED_DATA and train.num_workers:
         rule = "must be 0 for data=stream, which reads ahead by itself"
-        raise ValueError(f"train.num_workers={experiment.train.num_workers} {rule}")
-    if evaluation is not None:
-        _check_evaluation(evaluation.arguments, experiment.train, data.target)
+        raise ValueError(f"train.num_workers={train.num_workers} {rule}")
+    if experiment.evaluation is not None:
+        _check_evaluation(experiment.evaluation.arguments, train, data.target)
 
 
 def _check_routes(experiment: "Experiment") -> None:
@@ -108,7 +102,7 @@ def check_finite(node: Any, key: str = "") -> None:
         raise ValueError(f"{key}={node} must be a finite number")
 
 
-def check_drawn(data: dict[str, Any]) -> None:
+def _check_drawn(data: dict[str, Any]) -> None:
     """Raise a ValueError unless as many random latents can be drawn."""
     count, num_held_out = data["num_entries"], data["num_held_out"]
     if count * data["in_channels"] * data["input_size"] ** 2 > MAX_SYNTHETIC:

@@ -58,8 +58,9 @@ def check_files(experiment: Experiment, run: RunFolder) -> None:
     if train.init_from and not latest_checkpoint(run.path):
         check_init_from(train.init_from, train.init_from_objective)
         check_init_shapes(experiment)
-    for key in ("reference", "weights") if experiment.evaluation else ():
-        file = experiment.evaluation.arguments.get(key)
+    suite = experiment.evaluation.arguments if experiment.evaluation else {}
+    for key in ("reference", "weights"):
+        file = suite.get(key)
         if file is not None and not Path(str(file)).exists():
             raise FileNotFoundError(f"evaluation.{key}={file} not found: see `python -m evaluation.fetch`")
 
@@ -112,7 +113,7 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: TrainingData,
     train, device = experiment.train, launch.device
     resolved, memory = _resolve(experiment, run, launch), free_memory(launch)
     # Before its memory is taken.
-    least = Estimate(0.0, bytes_in_memory(experiment, experiment.meta_net), 0)
+    least = Estimate(0.0, bytes_in_memory(experiment), 0)
     launch.broadcast_from_main(lambda: check_resources(train, least, 0, memory, 0))
 
     torch.manual_seed(experiment.seed)

@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any
@@ -233,11 +233,8 @@ def compose_group(group: str, choice: str, key: str) -> dict[str, Any]:
         return OmegaConf.to_container(compose(f"{group}/{choice}"))[group]
 
 
-@contextmanager
-def _composing() -> Iterator[None]:
-    """Within Hydra: that of the program, if one runs, whose folders of configurations count too."""
+def _composing() -> AbstractContextManager[None]:
+    """Hydra as the running program has started it, with its folders of configurations; else with ours."""
     if GlobalHydra.instance().is_initialized():
-        yield
-    else:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            yield
+        return nullcontext()
+    return initialize_config_dir(str(CONFIGS), version_base="1.3")

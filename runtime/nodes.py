@@ -47,7 +47,7 @@ class Node:
 
     @cached_property
     def on_meta(self) -> Any:
-        """What it builds, on the meta device; built once."""
+        """The object that it builds, on the meta device; built once."""
         with torch.device("meta"):
             return self.bind()()
 

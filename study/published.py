@@ -117,15 +117,9 @@ def read_records(folder: Path) -> Iterator[dict[str, Any]]:
                 continue
             run = record["samples"].get("drawn", {}).get("run")
             if run is not None:
-                yield {**record, "config": _config_of(run)}
+                yield {**record, "config": Experiment.of_run(RunFolder(run)).written}
         except (OSError, ValueError, KeyError) as error:
             print(f"{file} is left out: {error}", file=sys.stderr)
-
-
-def _config_of(path: str) -> dict[str, Any]:
-    run = RunFolder(path)
-    run.check_started()
-    return Experiment.of_run(run).written
 
 
 def table(rows: Sequence[Row], records: Sequence[dict[str, Any]]) -> str:
@@ -187,7 +181,7 @@ def _is_run_of(config: dict[str, Any], row: Row) -> bool:
     if row.starts_from is None or start is None:
         return row.starts_from == start
     try:
-        first = _config_of(start)
+        first = Experiment.of_run(RunFolder(start)).written
     except (OSError, ValueError):
         return False
     wanted = expected(*row.starts_from.split()).written

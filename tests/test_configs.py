@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from builders import config as configuration
 from builders.experiment import Experiment
 from builders.kept_tokens import KeptTokensLoss
-from builders.rules import check_groups
+from builders.rules import check_rules
 from builders.schemas import RoutingConfig
 from data import LatentManifest, LatentWriter
 from diffusion import EDMLoss, EDMPrecond, FlowPath, edm_sampler
@@ -485,4 +485,4 @@ def test_the_loss_of_kept_tokens_needs_a_backbone_with_a_router():
     experiment = validated("train.kept_tokens_only=true")
     del experiment.model_node.arguments["router"]
     with pytest.raises(ValueError, match="kept_tokens_only=true needs model/router=random"):
-        check_groups(experiment)
+        check_rules(experiment, num_processes=1)

@@ -37,7 +37,7 @@ def test_the_state_of_an_optimizer_is_counted(choice, bytes_of_weight):
     net = experiment.meta_net
     matrices = sum(p.numel() for name, p in net.named_parameters() if p.ndim == 2 and "blocks." in name)
     others = sum(p.numel() for p in net.parameters()) - matrices
-    assert optimizer_bytes(experiment, net) == bytes_of_weight[0] * matrices + bytes_of_weight[1] * others
+    assert optimizer_bytes(experiment) == bytes_of_weight[0] * matrices + bytes_of_weight[1] * others
 
 
 def test_the_banner_says_what_will_happen(tmp_path, capsys):
