@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from builders.public import CONFIG, MANIFEST
-from builders.sampling import open_run, unguided
+from builders.sampling import open_run
 from runtime.config import command, run_main
 from runtime.files import atomic_write
 from runtime.output import check_free
@@ -35,7 +35,7 @@ def main(request: dict[str, Any]) -> None:
     if output.suffix != ".safetensors":
         raise ValueError(f"output={output} must end in .safetensors")
     check_free("output", output, [], request["overwrite"])
-    run = open_run(request["run"], request["checkpoint"], guidance=unguided())
+    run = open_run(request["run"], request["checkpoint"], guided=False)
     written = {CONFIG: run.experiment.written, MANIFEST: run.details["data"]["manifest"]}
     texts = {name: json.dumps(content) for name, content in written.items()}
     with atomic_write(output) as partial:

@@ -29,7 +29,7 @@ from models import Backbone
 from runtime.errors import check_choice, check_positive
 from runtime.files import sha256
 from runtime.launch import ALONE, Launch
-from runtime.nodes import Node, read_nodes
+from runtime.nodes import read_nodes
 from training.checkpoint import find_checkpoint
 from training.run_folder import RunFolder
 from training.weights import find_mismatch, load_weights, read_weights
@@ -88,24 +88,18 @@ class OpenedRun:
 
 
 def open_run(
-    path: str | Path,
-    checkpoint: str | None = None,
-    *,
-    sampler: Node | None = None,
-    guidance: Node | None = None,
-    launch: Launch = ALONE,
+    path: str | Path, checkpoint: str | None = None, *, guided: bool = True, launch: Launch = ALONE
 ) -> OpenedRun:
     """Load the averaged weights of a run.
 
     Args:
         checkpoint: a step, a name or a path; None: the newest.
-        sampler, guidance: nodes in place of those of the run's configuration.
+        guided: False: open the network alone, without the run's guidance.
     """
     experiment, details = read_run(path)
-    changes = {"sampler_node": sampler, "guidance_node": guidance}
-    experiment = replace(experiment, **{key: node for key, node in changes.items() if node is not None})
-    weights = _weights_of(Path(path), checkpoint, launch)
-    return open_weights(Path(path), experiment, details, weights, launch)
+    if not guided:
+        experiment = replace(experiment, guidance_node=read_nodes({"_target_": "diffusion.CFG"}, "guidance"))
+    return open_weights(Path(path), experiment, details, _weights_of(Path(path), checkpoint, launch), launch)
 
 
 def _weights_of(run: Path, checkpoint: str | None, launch: Launch) -> Path:
@@ -122,17 +116,12 @@ def open_weights(
     precond, weak = experiment.precond(net.to(launch.device)).eval(), {}
 
     def open_weak(run: str, checkpoint: str | None) -> Precond:
-        opened = open_run(run, checkpoint, guidance=unguided(), launch=launch)
+        opened = open_run(run, checkpoint, guided=False, launch=launch)
         weak[opened.weights] = opened.experiment
         return opened.precond
 
     guidance, sampler = experiment.guidance(open_weak), experiment.sampler()
     return OpenedRun(path, experiment, details, weights, entry, precond, sampler, guidance, weak)
-
-
-def unguided() -> Node:
-    """Guidance that is the network alone."""
-    return read_nodes({"_target_": "diffusion.CFG"}, "guidance")
 
 
 @dataclass(frozen=True)
@@ -249,7 +238,6 @@ def read_source(request: dict[str, Any]) -> tuple[Experiment, dict[str, Any]]:
 def read_run(path: str | Path) -> tuple[Experiment, dict[str, Any]]:
     """Read experiment and manifest of a run that was started, which may come from anywhere."""
     run = RunFolder(path)
-    run.check_started()
     experiment, details = Experiment.of_run(run), run.manifest()
     if not isinstance(details.get("data"), dict) or not isinstance(details["data"].get("manifest"), dict):
         raise ValueError(f"{run.manifest_file} has no manifest of the data (data.manifest)")
