@@ -50,6 +50,12 @@ class ScoreConfig(SamplingConfig):
 
 
 SAMPLING_KEYS = {field.name for field in fields(SamplingConfig)} - {"num_samples"}
+# Keys that apply to a request besides those of a suite, and of these the keys that it needs.
+KEYS = {
+    "scoring samples in files": ({"suite", "num_samples"}, ("reference", "samples")),
+    "scoring a network": ({"suite", "num_samples", "run", *SAMPLING_KEYS}, ("reference",)),
+    "mode=reference": ({"resolution"}, ("images", "out")),
+}
 # Keys of a suite that can be set on the command line, by their names in its file.
 SAME_KEYS = ("weights", "allow_unpublished_weights", "precision_recall", "exact_distances", "kid")
 SUITE_KEYS = {key: key for key in SAME_KEYS} | {"batch_size": "detector_batch_size"}
@@ -84,14 +90,9 @@ def check_request(request: dict[str, Any]) -> tuple[Node, DrawRequest | None]:
     check_choice("mode", request["mode"], ("score", "reference"))
     suite = suite_node(request)
     draws = request["run"] is not None or request["checkpoint"] is not None
-    what, keys, needed = "scoring samples in files", {"samples", "num_samples"}, ("reference", "samples")
-    if request["mode"] == "reference":
-        what, keys, needed = "mode=reference", {"images", "resolution"}, ("images", "out")
-    elif draws:
-        what, keys, needed = "scoring a network", {"run", "num_samples"} | SAMPLING_KEYS, ("reference",)
-    keys = {*keys, *needed, "mode", "out", "features", "overwrite"} | (
-        {"suite"} if request["mode"] == "score" else set()
-    )
+    what = "scoring a network" if draws else "scoring samples in files"
+    what = "mode=reference" if request["mode"] == "reference" else what
+    keys, needed = KEYS[what]
     for field in fields(ScoreConfig):
         key, value = field.name, request[field.name]
         if value in (field.default, {}):  # no choice of a group is an empty one
@@ -99,7 +100,7 @@ def check_request(request: dict[str, Any]) -> tuple[Node, DrawRequest | None]:
         if key in SUITE_KEYS.values():
             if not any(key == SUITE_KEYS[name] for name in suite.arguments.keys() & SUITE_KEYS.keys()):
                 raise ValueError(f"{key}={value} has no meaning for suite={request['suite']}")
-        elif key not in keys:
+        elif key not in {*keys, *needed, "mode", "out", "features", "overwrite"}:
             raise ValueError(f"{key}={value} has no meaning for {what}")
     for key in needed:
         if request[key] is None:
