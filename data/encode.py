@@ -74,11 +74,8 @@ def main(request: dict[str, Any]) -> None:
     job = plan(request, encoder)
     lock = lock_of(Path(request["out"]))
     try:
-        todo = launch.broadcast_from_main(partial(begin, job, lock, launch))
-        sizes = {"num_items": len(job.images.names), "part_size": PART_IMAGES}
-        job.parts.fill(
-            todo, partial(encode_parts, job, encoder), launch=launch, **sizes, description="encode"
-        )
+        launch.broadcast_from_main(partial(begin, job, lock, launch))
+        job.parts.fill(partial(encode_parts, job, encoder), launch, "encode")
         if launch.is_main:
             finish(job, launch)
     finally:
@@ -149,12 +146,12 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         "list_of_images": f"{count} images, {digest[:16]}",
         "orientation": ORIENTATION,  # of masks, too
     }
-    parts = PartCache(Path(f"{Path(request['out'])}.partial"), about, -(-count // PART_IMAGES))
+    parts = PartCache(Path(f"{Path(request['out'])}.partial"), about, count, PART_IMAGES)
     return Job(request, images, masks, manifest, parts)
 
 
-def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
-    """Take the lock of `out`, print what the source holds, and return the parts to do."""
+def begin(job: Job, lock: Lock, launch: Launch) -> None:
+    """Take the lock of `out`, print what the source holds, and check that it has room."""
     images, out = job.images, job.request["out"]
     launch.print(f"{len(images.names)} images in {job.request['source']}")
     launch.print(f"classes: {first_classes(job.manifest)}")
@@ -165,10 +162,9 @@ def begin(job: Job, lock: Lock, launch: Launch) -> list[int]:
         launch.print(f"{len(images.ignored)} files are not images and are ignored: {some}")
     lock.acquire()
     check_out(out)
-    todo = job.parts.start()
+    missing = len(job.parts.missing())
     size = np.dtype(job.manifest.dtype).itemsize * int(np.prod(job.manifest.stored_shape))
-    check_room("out", Path(out), size + size * len(todo) // job.parts.num_parts)  # the parts, and the folder
-    return todo
+    check_room("out", Path(out), size + size * missing // job.parts.num_parts)  # the parts, and the folder
 
 
 def encode_parts(job: Job, encoder: Encoder, parts: list[int]) -> Iterator[tuple[int, Arrays]]:

@@ -6,7 +6,6 @@ on, and other metrics of the same features need no second pass.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -108,10 +107,7 @@ def extract(
     if cache is None:
         made = dict(launch.gather_items([*make(range(launch.rank, num_parts, launch.world_size))]))
     else:
-        with cache.lock() if launch.is_main else nullcontext():
-            todo = launch.broadcast_from_main(cache.start)
-            sizes = {"num_items": images.count, "part_size": size}
-            cache.fill(todo, make, launch=launch, **sizes, description=description, after_part=after_part)
+        cache.fill(make, launch, description, after_part)
     if not launch.is_main:
         return iter(())
     parts = map(made.pop if cache is None else cache.read, range(num_parts))
@@ -141,7 +137,7 @@ def new_cache(
     """A cache of the parts of images; arguments as in `PartCache`."""
     size = part_size(images, batch_size)
     key = {**key, "part_size": size, "num_images": images.count}
-    return PartCache(path, key, -(-images.count // size), hint, replace)
+    return PartCache(path, key, images.count, size, hint, replace)
 
 
 def add_up(

@@ -10,7 +10,7 @@ import math
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ class PartCache:
     Args:
         path: their folder.
         key: everything the parts depend on, as JSON.
+        num_items, part_size: number of images in all parts, and in each but the last.
         hint: how to start again where a folder has parts of another key, for errors.
         replace: remove parts of another key instead.
     """
@@ -49,12 +50,13 @@ class PartCache:
         self,
         path: Path,
         key: Mapping[str, Any],
-        num_parts: int,
+        num_items: int,
+        part_size: int,
         hint: str = "remove it",
         replace: bool = False,
     ):
-        self.path, self.key, self.num_parts = path, as_json(key), num_parts
-        self._hint, self._replace = hint, replace
+        self.path, self.key, self.num_parts = path, as_json(key), -(-num_items // part_size)
+        self._num_items, self._part_size, self._hint, self._replace = num_items, part_size, hint, replace
 
     def start(self) -> list[int]:
         """Make the folder, or resume an existing one; return the missing parts."""
@@ -112,35 +114,35 @@ class PartCache:
 
     def fill(
         self,
-        todo: list[int],
         make: Callable[[list[int]], Iterator[tuple[int, Arrays]]],
-        *,
         launch: Launch,
-        num_items: int,
-        part_size: int,
         description: str,
         after_part: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make the missing parts, each rank its share; collective.
+        """Make the missing parts, each rank its share; collective. Another program waits for its end.
 
         Args:
-            todo: the missing parts, as `start` returns them on the first rank.
             make: a generator of (part, its arrays) for each of the given parts.
-            num_items, part_size: images in all parts and in one, for the progress bar.
             description: of the progress bar.
             after_part: called on the first rank, after each of its parts and at the end.
 
         Raises:
-            ValueError: a part is missing at the end.
+            ValueError: see `start`; or a part is missing at the end.
         """
-        finished = num_items - sum(min(part_size, num_items - part_size * i) for i in todo)
-        bar = {"total": num_items, "initial": finished, "desc": description, "unit": "image"}
-        with self._resumable(launch):
-            made = closing(make(todo[launch.rank :: launch.world_size]))
-            with made as parts, tqdm(**bar, disable=not launch.is_main) as progress:
-                for i, arrays in parts:
+        lock = Lock(self.path.with_name(f".{self.path.name}.lock"), str(self.path), wait_sec=math.inf)
+        with lock if launch.is_main else nullcontext():
+            todo = launch.broadcast_from_main(self.start)
+            num_items, size = self._num_items, self._part_size
+            finished = num_items - sum(min(size, num_items - size * i) for i in todo)
+            bar = {"total": num_items, "initial": finished, "desc": description, "unit": "image"}
+            with (
+                self._resumable(launch),
+                closing(make(todo[launch.rank :: launch.world_size])) as made,
+                tqdm(**bar, disable=not launch.is_main) as progress,
+            ):
+                for i, arrays in made:
                     self.write(i, arrays)
-                    progress.update(min(part_size * launch.world_size, num_items - progress.n))
+                    progress.update(min(size * launch.world_size, num_items - progress.n))
                     if launch.is_main:
                         after_part()
             launch.barrier()
@@ -155,16 +157,11 @@ class PartCache:
         try:
             yield
         except BaseException as error:
-            if self.path.exists():
-                if launch.world_size == 1 and not self.done():
-                    self.remove()  # with nothing to resume
-                elif isinstance(error, KeyboardInterrupt):
-                    launch.print(f"\nstopped: the same command resumes from {self.path}")
+            if self.path.exists() and launch.world_size == 1 and not self.done():
+                self.remove()  # with nothing to resume
+            elif isinstance(error, KeyboardInterrupt):
+                launch.print(f"\nstopped: the same command resumes from {self.path}")
             raise
-
-    def lock(self) -> Lock:
-        """The lock of the program that makes parts; another program waits for it."""
-        return Lock(self.path.with_name(f".{self.path.name}.lock"), str(self.path), wait_sec=math.inf)
 
     def remove(self) -> None:
         """Remove all parts, and their folder."""

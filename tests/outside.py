@@ -70,7 +70,7 @@ def read_reference(path):
 
 
 def read_part(path):
-    return PartCache(path, {}, 1).read(0)
+    return PartCache(path, {}, 1, 1).read(0)
 
 
 def read_format(name):

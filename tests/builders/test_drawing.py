@@ -202,12 +202,12 @@ def test_a_job_without_parts_is_no_job(run, tmp_path):
     """As after a disk that was too small, or a first sample that was not finite."""
     stopped(run, tmp_path / "s.npz", 0)
     assert list(tmp_path.iterdir()) == []
-    folder = PartCache(tmp_path / "p", {"a": 1}, 2)
+    folder = PartCache(tmp_path / "p", {"a": 1}, 2, 1)
     folder.start()
-    assert PartCache(tmp_path / "p", {"a": 2}, 2).start() == [0, 1]
+    assert PartCache(tmp_path / "p", {"a": 2}, 2, 1).start() == [0, 1]
     (tmp_path / "link").symlink_to(tmp_path / "p")
     with pytest.raises(ValueError, match=r"link is a link, which may lead anywhere: remove it"):
-        PartCache(tmp_path / "link", {"a": 2}, 2).start()
+        PartCache(tmp_path / "link", {"a": 2}, 2, 1).start()
 
 
 @pytest.mark.parametrize("moment", ["sample.write_json", "runtime.parts.PartCache.remove"])
