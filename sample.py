@@ -57,7 +57,7 @@ def main(cfg: DictConfig) -> None:
             grid = GrowingGrid(images, cache, request["grid_columns"])
             num_bytes = math.prod(images.shape) * (images.count + images.part_size * len(cache.missing()))
             launch.broadcast_from_main(lambda: check_room("output", output, num_bytes))
-            if cache.missing():
+            if launch.broadcast_from_main(cache.start):
                 launch.print(f"{images}\na picture of the first ones, class by class, grows in {grid.file}")
             parts = extract(None, images, cache, launch=launch, description="sample", after_part=grid.update)
             record["environment"] = environment(launch.device)
@@ -72,9 +72,7 @@ def beside(output: Path) -> list[Path]:
     return [output.with_suffix(suffix) for suffix in (".png", ".json", ".scores.json")]
 
 
-def pack(
-    parts: Iterator[Arrays], images: Drawing, picture: Path, output: Path, record: dict[str, Any]
-) -> None:
+def pack(parts: Iterator[Arrays], images: Drawing, grid: Path, output: Path, record: dict[str, Any]) -> None:
     """Join images (N, H, W, C) and labels (N,) in the layout of [ADM], with a picture and a record."""
     header = {"descr": "|u1", "fortran_order": False, "shape": (images.count, *images.shape)}
     labels, costs = images.labels(), []
@@ -91,7 +89,7 @@ def pack(
         for file in beside(output):  # of earlier samples
             file.unlink(missing_ok=True)
         # The samples come last: a kill before leaves the parts, and the same command joins them again.
-        shutil.copyfile(picture, output.with_suffix(".png"))
+        shutil.copyfile(grid, output.with_suffix(".png"))
         record["cost_per_image"] = dict(zip(COST_KEYS, np.mean(costs, axis=0).tolist(), strict=True))
         write_json(output.with_suffix(".json"), {**record, "samples_sha256": sha256(partial)})
 

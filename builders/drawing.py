@@ -5,7 +5,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -310,14 +310,11 @@ def start_drawing(
     """
 
     def read_saved() -> dict[str, Any]:
-        try:
-            saved = saved_key(folder)
-        except ValueError:
-            if not overwrite:
-                raise
-            return {}
-        other = any(saved.get(name) != value for name, value in as_json(key).items() if name not in LEFT_OPEN)
-        return {} if overwrite and other else saved
+        with suppress(ValueError):  # damaged: refused or replaced when drawing starts
+            saved, same = saved_key(folder), as_json(key)
+            if all(saved.get(name) == same[name] for name in same.keys() - LEFT_OPEN.keys()):
+                return saved
+        return {}
 
     options = DrawOptions.resolve(record, model, launch.broadcast_from_main(read_saved), launch)
     record |= asdict(options)
