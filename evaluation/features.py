@@ -61,13 +61,14 @@ class FeatureSet:
     """Statistics of the features of a set of images: features[FeatureStatistics, "pool"].mean.
 
     Args:
-        labels: (N,) classes that were requested, where the images have any.
         cost: of an image, on average over the parts, where the images cost something.
+        images_sha256: the hash of the hashes of the images, part by part.
+        labels: (N,) classes that were requested, where the images have any.
     """
 
-    num_images: int = 0
-    cost: np.ndarray | None = None
     statistics: dict[Need, Any] = field(default_factory=dict)
+    cost: np.ndarray | None = None
+    images_sha256: str = ""
     labels: np.ndarray | None = None
 
     def __getitem__(self, need: Need) -> Any:
@@ -142,12 +143,12 @@ def new_cache(
 
 def add_up(
     parts: Iterable[Arrays], needs: Iterable[Need], num_images: int, device: torch.device
-) -> tuple[FeatureSet, str]:
+) -> FeatureSet:
     """Add up statistics of the features in parts that come in order, and hash the images.
 
     Memory grows with the number of images only where AllFeatures are needed.
     """
-    found, num_seen, digest = FeatureSet(num_images), 0, hashlib.sha256()
+    found, num_seen, digest = FeatureSet(), 0, hashlib.sha256()
     needs, costs = set(needs), []
     for arrays in parts:
         digest.update(arrays.pop(DIGEST).tobytes())
@@ -160,8 +161,8 @@ def add_up(
         num_seen += len(next(iter(arrays.values())))
     if num_seen != num_images:
         raise ValueError(f"{num_seen} images came instead of {num_images}")
-    found.cost = np.mean(costs, axis=0) if costs else None
-    return found, digest.hexdigest()
+    found.cost, found.images_sha256 = np.mean(costs, axis=0) if costs else None, digest.hexdigest()
+    return found
 
 
 def features_of(detector: Detector, batch: np.ndarray, batch_size: int | None) -> Arrays:

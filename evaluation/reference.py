@@ -167,7 +167,7 @@ def make_reference(
     if not launch.is_main:
         return {}
     needs = [(FeatureStatistics, name) for name in STATISTICS]
-    found, _ = add_up(parts, needs, images.count, launch.device)
+    found = add_up(parts, needs, images.count, launch.device)
     chosen = {part.index: part.images for part in images.batches(1, keep.tolist())}
     arrays = {"arr_0": np.concatenate([chosen[i] for i in keep.tolist()])}
     arrays |= {"weights": np.array(detector.record["tensors_sha256"])}

@@ -150,12 +150,13 @@ class Suite:
             self._reference_features = self._extract_reference()
         reference = self._reference_features
         needs, num_images = {need for metric in self.metrics for need in metric.needs}, images.count
-        samples, digest = self._extract(images, needs, "features of samples", cache)
+        samples = self._extract(images, needs, "features of samples", cache)
         if not self.launch.is_main:
             return Scores()
         samples.labels = labels
         cost = None if samples.cost is None else dict(zip(COST_KEYS, samples.cost.tolist(), strict=True))
-        scores = Scores(num_images, digest, cost, warnings=self.warnings(num_images, images.shape))
+        warnings = self.warnings(num_images, images.shape)
+        scores = Scores(num_images, samples.images_sha256, cost, warnings=warnings)
         for metric in self.metrics:
             lacking = [need for need in metric.needs_of_reference if need not in reference.statistics]
             if lacking:
@@ -187,18 +188,18 @@ class Suite:
         if known:  # of all images, of which a reference may carry some
             needs = {(kind, name) for kind, name in needs if kind is not FeatureStatistics}
         if not needs or images is None:
-            return FeatureSet(statistics=dict(known))
+            return FeatureSet(dict(known))
         cache = self.cache("reference", {"reference": self.reference.describe()}, images)
-        found, _ = self._extract(images, needs, "features of reference", cache)
-        return FeatureSet(images.count, statistics={**known, **found.statistics})
+        found = self._extract(images, needs, "features of reference", cache)
+        return FeatureSet({**known, **found.statistics})
 
     def _extract(
         self, images: Images, needs: set[Need], description: str, cache: PartCache | None
-    ) -> tuple[FeatureSet, str]:
+    ) -> FeatureSet:
         options = {"batch_size": self.batch_size, "launch": self.launch, "description": description}
         parts = extract(self.detector, images, cache, **options)
         if not self.launch.is_main:
-            return FeatureSet(), ""
+            return FeatureSet()
         return add_up(parts, needs, images.count, self.launch.device)
 
 

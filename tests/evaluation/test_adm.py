@@ -142,7 +142,7 @@ def test_features_are_kept_and_split_by_the_positions_of_their_images(folder, mo
     images = InAnyOrder(folder / "samples.npz")
     needs = [(AllFeatures, "pool"), (FeatureStatistics, "spatial"), (SplitScores, "probs")]
     parts = [*extract(FEW, images, batch_size=3, launch=ALONE)]
-    found, _ = add_up([dict(part) for part in parts], needs, 22, ALONE.device)
+    found = add_up([dict(part) for part in parts], needs, 22, ALONE.device)
     features, (kept, spatial, splits) = FEW(SAMPLES), (found[need] for need in needs)
     np.testing.assert_allclose(kept.features, features["pool"], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(spatial.mean, features["spatial"].double().mean(dim=0), rtol=1e-5, atol=1e-5)
