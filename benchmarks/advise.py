@@ -110,33 +110,33 @@ class Advice(NamedTuple):
 
 
 @command("advise", AdviceConfig, __doc__)
-def main(request: dict[str, Any]) -> None:
+def main(request: AdviceConfig) -> None:
     """Measure, recommend, and write table and figures."""
-    experiment, details = read_run(request["run"])
+    experiment, details = read_run(request.run)
     depth = experiment.model_node.arguments["depth"]
     if depth < MIN_DEPTH:
         raise ValueError(
-            f"run={request['run']}: model.depth={depth} must be at least {MIN_DEPTH}: the first and the "
+            f"run={request.run}: model.depth={depth} must be at least {MIN_DEPTH}: the first and the "
             "last blocks must see all tokens"
         )
     for key in ("num_samples", "repeats", "batch_size"):
-        if request[key] is not None:
-            check_positive(key, request[key])
-    if request["mask_coverage"] is not None and not 0 <= request["mask_coverage"] <= 1:
-        raise ValueError(f"mask_coverage={request['mask_coverage']} must be in [0, 1]")
-    checkpoint = find_checkpoint(Path(request["run"]), request["checkpoint"])
+        if (number := getattr(request, key)) is not None:
+            check_positive(key, number)
+    if request.mask_coverage is not None and not 0 <= request.mask_coverage <= 1:
+        raise ValueError(f"mask_coverage={request.mask_coverage} must be in [0, 1]")
+    checkpoint = find_checkpoint(Path(request.run), request.checkpoint)
     resolved = _resolved(request, details)
     experiment = _with_data(request, experiment)
     device = start_process().device
     net = load_net(experiment, checkpoint / "ema.safetensors")[0].to(device)
     dataset = experiment.data_node.bind()()
-    coverage = request["mask_coverage"]
+    coverage = request.mask_coverage
     coverage = experiment.mask_coverage(dataset) if coverage is None else coverage
-    file = place_of("output", request["output"], Path(request["run"]), "advice") / "advice.json"
-    with claimed("output", file, [file.with_suffix(".md")], request["overwrite"]):
+    file = place_of("output", request.output, Path(request.run), "advice") / "advice.json"
+    with claimed("output", file, [file.with_suffix(".md")], request.overwrite):
         batch_size = resolved["micro_batch_size"]
-        alike = similarity(experiment, net, dataset, request["num_samples"], batch_size, device)
-        advice = advise_run(experiment, resolved, alike, coverage, request["repeats"], device)
+        alike = similarity(experiment, net, dataset, request.num_samples, batch_size, device)
+        advice = advise_run(experiment, resolved, alike, coverage, request.repeats, device)
         figures = {
             "checkpoint": str(checkpoint),
             "mask_coverage": coverage,
@@ -151,26 +151,26 @@ def main(request: dict[str, Any]) -> None:
     print(f"{aligned(advice.text)}\n\nthe table is {file.with_suffix('.md')}, the figures are {file}")
 
 
-def _resolved(request: dict[str, Any], details: dict[str, Any]) -> dict[str, Any]:
+def _resolved(request: AdviceConfig, details: dict[str, Any]) -> dict[str, Any]:
     """Precision, compilation and batch size of the manifest of the run, with those of the request."""
     resolved = details.get("resolved")
     resolved = resolved if isinstance(resolved, dict) else {}
-    batch_size = request["batch_size"] or resolved.get("micro_batch_size")
-    if type(batch_size) is not int or not (request["batch_size"] or 1 <= batch_size <= MAX_BATCH):
+    batch_size = request.batch_size or resolved.get("micro_batch_size")
+    if type(batch_size) is not int or not (request.batch_size or 1 <= batch_size <= MAX_BATCH):
         raise ValueError(
-            f"run={request['run']}: its manifest has micro_batch_size={batch_size}: set batch_size=N"
+            f"run={request.run}: its manifest has micro_batch_size={batch_size}: set batch_size=N"
         )
     return {**resolved, "micro_batch_size": batch_size}
 
 
-def _with_data(request: dict[str, Any], experiment: Experiment) -> Experiment:
+def _with_data(request: AdviceConfig, experiment: Experiment) -> Experiment:
     """Find the data: a run of somebody else must not make a program fetch or write any."""
-    node, asked = experiment.data_node, request["data_path"]
+    node, asked = experiment.data_node, request.data_path
     data = node.arguments
     if "path" not in data:
         return experiment
     if asked is None and not Path(data["path"]).is_dir():
-        given = f"run={request['run']}: data.path={data['path']}"
+        given = f"run={request.run}: data.path={data['path']}"
         raise FileNotFoundError(f"{given} is not a folder here: set data_path=PATH")
     return replace(experiment, data_node=node.changed({"path": asked or data["path"]}))
 

@@ -7,7 +7,6 @@ python sample.py checkpoint=tread.safetensors
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 
@@ -29,13 +28,13 @@ class ExportConfig:
 
 
 @command("export", ExportConfig, __doc__)
-def main(request: dict[str, Any]) -> None:
+def main(request: ExportConfig) -> None:
     """Read a run and write its network."""
-    output = Path(request["output"])
+    output = Path(request.output)
     if output.suffix != ".safetensors":
         raise ValueError(f"output={output} must end in .safetensors")
-    check_free("output", output, [], request["overwrite"])
-    run = open_run(request["run"], request["checkpoint"], guided=False)
+    check_free("output", output, [], request.overwrite)
+    run = open_run(request.run, request.checkpoint, guided=False)
     written = {CONFIG: run.experiment.written, MANIFEST: run.details["data"]["manifest"]}
     texts = {name: json.dumps(content) for name, content in written.items()}
     with atomic_write(output) as partial:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from builders.schemas import TrainConfig
 from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.provenance import flatten
+from runtime.targets import walk
 
 if TYPE_CHECKING:
     from builders.experiment import Experiment
@@ -93,13 +94,11 @@ def _check_evaluation(evaluation: dict[str, Any], train: TrainConfig, data_targe
         raise ValueError("evaluation.reference=null, the training images, must be a file for data=stream")
 
 
-def check_finite(node: Any, key: str = "") -> None:
+def check_finite(config: dict[str, Any]) -> None:
     """Raise a ValueError where a number of a configuration is not finite."""
-    if isinstance(node, dict | list):
-        for name, child in node.items() if isinstance(node, dict) else enumerate(node):
-            check_finite(child, f"{key}.{name}" if key else str(name))
-    elif isinstance(node, float) and not (math.isfinite(node) or (key, node) == MAY_BE_INFINITE):
-        raise ValueError(f"{key}={node} must be a finite number")
+    for key, value in walk(config):
+        if isinstance(value, float) and not (math.isfinite(value) or (key, value) == MAY_BE_INFINITE):
+            raise ValueError(f"{key}={value} must be a finite number")
 
 
 def _check_drawn(data: dict[str, Any]) -> None:

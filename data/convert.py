@@ -9,7 +9,7 @@ data.report path=latents/NAME
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -59,25 +59,25 @@ class ConvertConfig:
 
 
 @command("convert", ConvertConfig, __doc__)
-def main(request: dict[str, Any]) -> None:
+def main(request: ConvertConfig) -> None:
     """Check the request and a sample of the source, then convert."""
-    chosen, path = check_request(request), Path(request["source"])
+    chosen, path = check_request(request), Path(request.source)
     source = chosen.open(path)
-    told = {key: value for key, value in source.told.items() if request.get(key) is None}
+    told = {key: value for key, value in source.told.items() if getattr(request, key, None) is None}
     chosen = replace(chosen, **told)
     known = " ".join(f"{key}={value}" for key, value in assumed(chosen).items())
-    print(f"format={request['format']}, assumed: {known}")
+    print(f"format={request.format}, assumed: {known}")
     sampled = check_numbers(chosen, source, path)
     manifest = describe(request, chosen, source, sampled)
-    with LatentWriter(request["out"], manifest) as writer:
+    with LatentWriter(request.out, manifest) as writer:
         total = -(-manifest.count // ENTRIES_AT_ONCE)
         for start, stored in tqdm(pieces(chosen, source), total=total, desc="convert", unit="piece"):
             labels = None if source.labels is None else source.labels[start : start + len(stored)]
             writer.append(stored, labels)
-    print(f"{request['out']}: {manifest.count} entries of {manifest.num_classes} classes")
-    for warning in class_warnings(open_latents(request["out"]).manifest):
+    print(f"{request.out}: {manifest.count} entries of {manifest.num_classes} classes")
+    for warning in class_warnings(open_latents(request.out).manifest):
         print(f"warning: {warning}")
-    print(NEXT_STEPS.format(out=request["out"]))
+    print(NEXT_STEPS.format(out=request.out))
 
 
 def assumed(chosen: Format) -> dict[str, Any]:
@@ -85,28 +85,28 @@ def assumed(chosen: Format) -> dict[str, Any]:
     return {key: getattr(chosen, key) for key in (*ASSUMED, "pixel_range")}
 
 
-def check_request(request: dict[str, Any]) -> Format:
+def check_request(request: ConvertConfig) -> Format:
     """Check the request, and replace assumptions of its format."""
-    check_choice("format", request["format"], list(FORMATS))
-    if request["stored_as"] is not None:
-        check_choice("stored_as", request["stored_as"], STORED_AS)
+    check_choice("format", request.format, list(FORMATS))
+    if request.stored_as is not None:
+        check_choice("stored_as", request.stored_as, STORED_AS)
+    given = {key: value for key, value in asdict(request).items() if value is not None}
     for key in ("scale", "std", "num_classes"):
-        if request[key] is not None:
-            check_positive(key, request[key])
-    check_not_negative("num_held_out", request["num_held_out"])
-    for given, other in (("scale", "shift"), ("shift", "scale")):
-        if request[given] is not None and request[other] is None:  # the format's would not belong to it
-            raise ValueError(f"{given}={request[given]} needs {other} as well")
-    encoder = PUBLISHED.get(request["encoder"], request["encoder"])
-    is_scale_known = request["scale"] is not None or request["format"] in TELL_THEIR_SCALE
+        check_positive(key, given.get(key, 1))
+    check_not_negative("num_held_out", request.num_held_out)
+    for key, other in (("scale", "shift"), ("shift", "scale")):
+        if key in given and other not in given:  # the format's would not belong to it
+            raise ValueError(f"{key}={given[key]} needs {other} as well")
+    encoder = PUBLISHED.get(request.encoder, request.encoder)
+    is_scale_known = request.scale is not None or request.format in TELL_THEIR_SCALE
     if encoder not in (None, SD_VAE, SD_VAE_MSE) and not is_scale_known:
         rule = "may have another scale than the assumed one: give scale=NUMBER shift=NUMBER as well"
         raise ValueError(f"encoder={encoder} {rule}")
-    if not Path(request["source"]).exists():
-        raise FileNotFoundError(f"source={request['source']} not found")
-    check_out(request["out"])
-    given = {key: request[key] for key in ASSUMED if request[key] is not None}
-    return replace(FORMATS[request["format"]], **{**given, "encoder": encoder} if encoder else given)
+    if not Path(request.source).exists():
+        raise FileNotFoundError(f"source={request.source} not found")
+    check_out(request.out)
+    changes = {key: given[key] for key in ASSUMED if key in given}
+    return replace(FORMATS[request.format], **{**changes, "encoder": encoder} if encoder else changes)
 
 
 def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
@@ -132,10 +132,10 @@ def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
     return entries
 
 
-def describe(request: dict[str, Any], chosen: Format, source: Source, sampled: np.ndarray) -> LatentManifest:
-    num_classes = request["num_classes"] or (0 if source.labels is None else int(source.labels.max()) + 1)
+def describe(request: ConvertConfig, chosen: Format, source: Source, sampled: np.ndarray) -> LatentManifest:
+    num_classes = request.num_classes or (0 if source.labels is None else int(source.labels.max()) + 1)
     if source.labels is not None:
-        check_labels(source.labels, num_classes, Path(request["source"]))
+        check_labels(source.labels, num_classes, Path(request.source))
     return LatentManifest(
         count=source.count // 2 if chosen.hflip else source.count,
         shape=sampled.shape[1:],
@@ -143,8 +143,8 @@ def describe(request: dict[str, Any], chosen: Format, source: Source, sampled: n
         kind="samples" if chosen.stored_as == "samples" else "moments",
         num_classes=num_classes,
         hflip=chosen.hflip,
-        num_held_out=request["num_held_out"],
-        origin={**{key: request[key] for key in ("format", "source")}, "assumed": assumed(chosen)},
+        num_held_out=request.num_held_out,
+        origin={"format": request.format, "source": request.source, "assumed": assumed(chosen)},
         **{key: getattr(chosen, key) for key in ("encoder", "scale", "shift", "std", "pixel_range")},
     )
 

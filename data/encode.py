@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -63,16 +62,16 @@ class EncodeConfig:
 
 
 @command("encode", EncodeConfig, __doc__)
-def main(request: dict[str, Any]) -> None:
+def main(request: EncodeConfig) -> None:
     """Check the request, encode the missing parts, and join all of them."""
     check_request(request)
-    for key in ("source", "masks"):
-        if request[key] is not None and not Path(request[key]).exists():
-            raise FileNotFoundError(f"{key}={request[key]} not found")
+    for key, path in (("source", request.source), ("masks", request.masks)):
+        if path is not None and not Path(path).exists():
+            raise FileNotFoundError(f"{key}={path} not found")
     launch = start_process(timeout=PATIENCE, tf32=False)  # latents are made once, for all runs
-    encoder = load_encoder(request["encoder"], launch.device, request["mixed_precision"] == "bf16")
+    encoder = load_encoder(request.encoder, launch.device, request.mixed_precision == "bf16")
     job = plan(request, encoder)
-    lock = lock_of(Path(request["out"]))
+    lock = lock_of(Path(request.out))
     try:
         launch.broadcast_from_main(partial(begin, job, lock, launch))
         job.parts.fill(partial(encode_parts, job, encoder), launch, "encode")
@@ -82,22 +81,22 @@ def main(request: dict[str, Any]) -> None:
         lock.release()
 
 
-def check_request(request: dict[str, Any]) -> None:
-    check_out(request["out"])
-    check_positive("resolution", request["resolution"])
-    if request["num_held_out"] is not None:
-        check_not_negative("num_held_out", request["num_held_out"])
-    check_choice("conditioning_type", request["conditioning_type"], ("mask", "segmentation"))
-    if request["masks"] is None and request["conditioning_type"] != EncodeConfig.conditioning_type:
-        raise ValueError(f"conditioning_type={request['conditioning_type']} needs masks=FOLDER")
-    check_choice("mixed_precision", request["mixed_precision"], ("no", "bf16"))
+def check_request(request: EncodeConfig) -> None:
+    check_out(request.out)
+    check_positive("resolution", request.resolution)
+    if request.num_held_out is not None:
+        check_not_negative("num_held_out", request.num_held_out)
+    check_choice("conditioning_type", request.conditioning_type, ("mask", "segmentation"))
+    if request.masks is None and request.conditioning_type != EncodeConfig.conditioning_type:
+        raise ValueError(f"conditioning_type={request.conditioning_type} needs masks=FOLDER")
+    check_choice("mixed_precision", request.mixed_precision, ("no", "bf16"))
 
 
 @dataclass(frozen=True)
 class Job:
     """What is encoded."""
 
-    request: dict[str, Any]
+    request: EncodeConfig
     images: ImageList
     masks: MaskFiles | None
     manifest: LatentManifest  # as it is if no image is corrupt
@@ -108,11 +107,11 @@ class Job:
         return range(part * PART_IMAGES, min((part + 1) * PART_IMAGES, len(self.images.names)))
 
 
-def plan(request: dict[str, Any], encoder: Encoder) -> Job:
+def plan(request: EncodeConfig, encoder: Encoder) -> Job:
     """List the source and describe the folder to make of it."""
-    images = list_images(request["source"])
-    masks = MaskFiles(request["masks"], images.names) if request["masks"] else None
-    resolution, count, num_held_out = request["resolution"], len(images.names), request["num_held_out"]
+    images = list_images(request.source)
+    masks = MaskFiles(request.masks, images.names) if request.masks else None
+    resolution, count, num_held_out = request.resolution, len(images.names), request.num_held_out
     if resolution % encoder.factor:
         raise ValueError(f"resolution={resolution} must be a multiple of {encoder.factor} for {encoder.name}")
     manifest = LatentManifest(
@@ -126,19 +125,21 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         scale=encoder.scale,
         shift=encoder.shift,
         std=encoder.std,
-        hflip=request["hflip"],
+        hflip=request.hflip,
         resolution=resolution,
         class_names=images.class_names,
         untrained_classes=untrained_classes_of(images.labels, images.num_classes),
         num_held_out=min(MAX_HELD_OUT, -(-count // 100), count - 1) if num_held_out is None else num_held_out,
-        conditioning_type=request["conditioning_type"] if masks else None,
+        conditioning_type=request.conditioning_type if masks else None,
     )
     listed = "\n".join([*images.names, *map(str, [] if images.labels is None else images.labels)])
     digest = hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
     about = {
-        **{key: request[key] for key in ("resolution", "hflip", "mixed_precision")},
-        "source": str(Path(request["source"]).resolve()),
-        "masks": str(Path(request["masks"]).resolve()) if masks else None,
+        "resolution": resolution,
+        "hflip": request.hflip,
+        "mixed_precision": request.mixed_precision,
+        "source": str(Path(request.source).resolve()),
+        "masks": str(Path(request.masks).resolve()) if masks else None,
         "images_per_part": PART_IMAGES,
         "conditioning_type": manifest.conditioning_type,
         "encoder": encoder.name,
@@ -146,14 +147,14 @@ def plan(request: dict[str, Any], encoder: Encoder) -> Job:
         "list_of_images": f"{count} images, {digest[:16]}",
         "orientation": ORIENTATION,  # of masks, too
     }
-    parts = PartCache(Path(f"{Path(request['out'])}.partial"), about, count, PART_IMAGES)
+    parts = PartCache(Path(f"{Path(request.out)}.partial"), about, count, PART_IMAGES)
     return Job(request, images, masks, manifest, parts)
 
 
 def begin(job: Job, lock: Lock, launch: Launch) -> None:
     """Take the lock of `out`, print what the source holds, and check that it has room."""
-    images, out = job.images, job.request["out"]
-    launch.print(f"{len(images.names)} images in {job.request['source']}")
+    images, out = job.images, job.request.out
+    launch.print(f"{len(images.names)} images in {job.request.source}")
     launch.print(f"classes: {first_classes(job.manifest)}")
     for warning in class_warnings(job.manifest):
         launch.print(f"warning: {warning}")
@@ -216,7 +217,7 @@ def encode_part(job: Job, positions: range, images: list[Future], encoder: Encod
 
 def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Read an image (R, R, 3), and its mask at the size of the latents (H, W), both uint8."""
-    name, resolution = job.images.names[position], job.request["resolution"]
+    name, resolution = job.images.names[position], job.request.resolution
     with job.images.open(name) as file:
         picture = open_picture(file)
     image = to_pixels(picture, resolution)
@@ -234,7 +235,7 @@ def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
 def finish(job: Job, launch: Launch) -> None:
     """Join the parts, unless images are corrupt and skip_corrupt is false."""
     errors = corrupt_images(job)
-    out, count = job.request["out"], len(job.images.names) - len(errors)
+    out, count = job.request.out, len(job.images.names) - len(errors)
     origin = {
         **job.parts.key,
         "crop": "resized by box filter and bicubic, center-cropped, as ADM does",
@@ -267,7 +268,7 @@ def corrupt_images(job: Job) -> list[str]:
         report.write_text("".join(f"{error}\n" for error in errors))
         print(f"{len(errors)} of {count} images are corrupt, all of them in {report}:")
         print("\n".join(errors[:CORRUPT_SHOWN]))
-    if len(errors) == count or (errors and not job.request["skip_corrupt"]):
+    if len(errors) == count or (errors and not job.request.skip_corrupt):
         for part in np.flatnonzero([*map(len, by_part)]):
             job.parts.file(part).unlink()
         rule = "fix them, or leave them out with skip_corrupt=true, and run the same command again"

@@ -8,7 +8,6 @@ data.path=FOLDER_OR_URL` trains on it. data/README.md states the format.
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -61,11 +60,11 @@ def write_shards(dataset: LatentDataset, out: Path, shard_entries: int) -> None:
 
 
 @command("make_shards", ShardsConfig, __doc__)
-def main(request: dict[str, Any]) -> None:
+def main(request: ShardsConfig) -> None:
     """Write the shards."""
-    check_positive("entries", request["entries"])
-    write_shards(open_latents(request["path"]), Path(request["out"]), request["entries"])
-    print(f"Train on it: python train.py data=stream data.path={request['out']}")
+    check_positive("entries", request.entries)
+    write_shards(open_latents(request.path), Path(request.out), request.entries)
+    print(f"Train on it: python train.py data=stream data.path={request.out}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ python -m data.report path=latents/NAME encoder=FOLDER out=sheet.png
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -128,15 +127,15 @@ def _class_name(dataset: LatentDataset, label: int) -> str:
 
 
 @command("report", ReportConfig, __doc__)
-def main(request: dict[str, Any]) -> None:
+def main(request: ReportConfig) -> None:
     """Print the numbers, then draw the sheet."""
-    path, launch = Path(request["path"]), start_process(tf32=False)
+    path, launch = Path(request.path), start_process(tf32=False)
     name = path.resolve().name
-    file = Path(request["out"] or path.resolve().with_name(f"{name}_report.png"))
+    file = Path(request.out or path.resolve().with_name(f"{name}_report.png"))
     dataset = open_latents(path)
     lines = [f"folder     {path}", *describe(dataset), *count_classes(dataset), describe_masks(dataset)]
     print("\n".join([*lines, *measure(dataset)]))
-    draw_sheet(dataset, file, launch.device, request["encoder"], name)
+    draw_sheet(dataset, file, launch.device, request.encoder, name)
     print(f"picture    {file}")
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from joblib import cpu_count
 from tqdm import tqdm
@@ -50,9 +49,9 @@ def _damage(path: Path, manifest: LatentManifest, name: str, block: int, digests
 
 
 @command("verify", VerifyConfig, __doc__)
-def main(request: dict[str, Any]) -> None:
+def main(request: VerifyConfig) -> None:
     """Check a folder and print what is damaged."""
-    path = Path(request["path"])
+    path = Path(request.path)
     manifest, found = read_manifest(path), []
     total = sum(len(digests) for digests in (manifest.checksums or {}).values())
     for damage in tqdm(damages(path, manifest), total=total, desc="verify", unit="block"):

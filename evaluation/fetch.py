@@ -129,16 +129,16 @@ def _check_transfer(file: Path, length: int | None, md5: bytes | None) -> None:
 
 
 @command("fetch", FetchConfig, __doc__)
-def main(request: dict[str, Any]) -> None:
+def main(request: FetchConfig) -> None:
     """List or download."""
-    folder = Path(request["folder"])
-    for name in request["files"]:
+    folder = Path(request.folder)
+    for name in request.files:
         check_choice("files", name, (*PUBLISHED, RANDOM))
-    if not request["files"]:
+    if not request.files:
         for name, published in PUBLISHED.items():
             print(f"  {name:12} {published.about}\n  {'':12} {published.url}")
         print('\nDownload with `python -m evaluation.fetch "files=[NAME,...]"`.')
-    for name in request["files"]:
+    for name in request.files:
         if name == RANDOM:
             from evaluation.detectors.random_weights import write_random_weights
 

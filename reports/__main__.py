@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from reports.page import mixtures, page
 from reports.runs import Run, as_csv, as_text, grouped, printable, sections, table
@@ -81,9 +80,9 @@ def _print_tables(runs: Sequence[Run]) -> None:
 
 
 @command("reports", ReportsConfig, __doc__)
-def main(request: dict[str, Any]) -> None:
+def main(config: ReportsConfig) -> None:
     """Write the page of runs."""
-    write_reports(ReportsConfig(**request))
+    write_reports(config)
 
 
 if __name__ == "__main__":

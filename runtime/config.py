@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import hydra
 from hydra import compose, initialize_config_dir
@@ -29,6 +29,7 @@ from runtime.lock import TRY_AGAIN, Busy
 from runtime.sweep import is_main, job_name, record_end, start_sweep, summary, take_ended
 from runtime.targets import CONFIGS, walk
 
+T = TypeVar("T")
 INTERRUPTED = 130  # as shells count it: 128 + SIGINT
 
 
@@ -40,13 +41,12 @@ def register_with_hydra(program: str, schema: type, resolvers: Mapping[str, Call
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
-def command(
-    name: str, schema: type, about: str
-) -> Callable[[Callable[[dict[str, Any]], None]], Callable[[], None]]:
+def command(name: str, schema: type[T], about: str) -> Callable[[Callable[[T], None]], Callable[[], None]]:
     """Decorate the main function of a program without groups, `python -m ROOM.NAME KEY=VALUE ...`.
 
     Args:
-        schema: a dataclass of its keys; those without a default must be given.
+        schema: a dataclass of its keys, of which the function is given an instance; those without a default
+            must be given.
         about: the text of --help, which lists the keys below it.
     """
     register_with_hydra(name, schema, {})
@@ -61,10 +61,10 @@ def command(
     node = {"defaults": [f"{name}{SCHEMA}", "_self_", *quiet], "hydra": options}
     ConfigStore.instance().store(name=name, node=node)
 
-    def decorate(main: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+    def decorate(main: Callable[[T], None]) -> Callable[[], None]:
         def checked(cfg: DictConfig) -> None:
             with user_mistakes():
-                main(to_plain(cfg))
+                main(schema(**to_plain(cfg)))
 
         return hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(checked)
 
