@@ -216,17 +216,17 @@ def test_no_file_of_the_project_names_an_absolute_path():
 
 # Lines of each room, so that it stays readable. Whoever needs more raises a number, and says why beside it.
 BUDGET = {
-    "programs": 300,
+    "programs": 270,
     "benchmarks": 2300,
-    "builders": 2615,
+    "builders": 2740,  # drawing, which was in diffusion before
     "data": 3360,
-    "diffusion": 2050,
+    "diffusion": 1840,
     "evaluation": 1960,
     "examples": 500,
     "models": 1000,
     "reports": 750,
     "routing": 2860,
-    "runtime": 1810,  # the nodes of a configuration, which builders took apart before
+    "runtime": 1880,  # nodes of a configuration, from builders, and the one loop over parts
     "study": 1000,
     "tests": 22000,
     "training": 2280,
