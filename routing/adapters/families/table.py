@@ -18,6 +18,7 @@ from routing.adapters.families.parts import (
     num_reference_tokens,
     of_all,
     part,
+    refuse,
     rope,
     rotary,
     table,
@@ -132,7 +133,11 @@ ROWS = {
     ),
     # Within U-Nets: attention to the image, then to the text, no positions.
     "DreamLiteTransformer2DModel": Adapter(U_NET, U_NET_INPUTS),
-    "Transformer2DModel": Adapter(U_NET, U_NET_INPUTS, check=counts.continuous_inputs),
+    "Transformer2DModel": Adapter(
+        U_NET,
+        U_NET_INPUTS,
+        check=refuse("an input of patches or codes", lambda model, given: not model.is_input_continuous),
+    ),
     # One sequence of the image and the text behind it, samples second: (N, T + S, 1, d), six (T + S, N, D)
     # that are the same for all tokens of a sample, (N, 1, 1, T + S).
     "ErnieImageTransformer2DModel": Adapter(
@@ -179,7 +184,7 @@ ROWS = {
                 output=1,
                 by_token={"temb_mod": tokens, **rope(rotary)},
                 shared=(TEXT, "temb_mod_context"),
-                num_suffix_tokens=counts.flux_3_references,
+                num_suffix_tokens=length("image_cond_hidden_states"),
             ),
         ],
         accepts=(*(*INPUTS, *IDS, "image_cond_hidden_states", "image_cond_ids", "target_timestep"), KWARGS),
@@ -225,7 +230,7 @@ ROWS = {
     "JoyImageEditTransformer3DModel": Adapter(
         BlockList("double_blocks", output=0, by_token=rope(part(0, rotary)), shared=TEMB),
         accepts=INPUTS,
-        check=counts.joyimage_items,
+        check=refuse("a row of reference items", lambda model, given: given["hidden_states"].ndim != 5),
     ),
     "JoyImageEditPlusTransformer3DModel": Adapter(
         BlockList(
@@ -490,7 +495,7 @@ ROWS = {
     "MotifVideoTransformer3DModel": Adapter(
         both(0, rope(rotary) | {"attention_mask": mask_before_text}, (*TEMB, "image_embed_seq_len")),
         accepts=(*INPUTS, TEXT_MASK, "image_embeds", KWARGS),
-        check=counts.motif_decoder,
+        check=refuse("num_decoder_layers={}", lambda model, given: model.num_decoder_layers),
     ),
     "SkyReelsV2Transformer3DModel": Adapter(
         BlockList(
@@ -511,7 +516,7 @@ ROWS = {
             "layers", by_token={"position_embeddings": rotary, "attention_mask": mask}, shared=("temb", TEXT)
         ),
         accepts=(*INPUTS, "context_latents", "timestep_r", KWARGS),
-        check=counts.ace_step_backend,
+        check=refuse("the attention backend {}", counts.ace_step_backend),
     ),
     "LongCatAudioDiTTransformer": Adapter(
         BlockList(
