@@ -38,6 +38,7 @@ class Settings:
     max_skipped_steps: int  # in a row, that end the run
 
 
+@dataclass(eq=False, repr=False)
 class Trainer:
     """Fit a preconditioned network to a stream of batches.
 
@@ -52,34 +53,29 @@ class Trainer:
             bypass: everything is compiled, and nothing is lost by a stop.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        net: nn.Module,
-        precond: nn.Module,
-        loss: Callable[..., torch.Tensor],
-        optimizer: Optimizer,
-        ema: EMA | None,
-        route_plan: Any,
-        batches: Batches,
-        evaluators: Sequence[tuple[int, Any]],
-        recorder: Recorder,
-        checkpoints: CheckpointFolder,
-        stop: StopRequest,
-        settings: Settings,
-        work: Work | None,
-        speed_check: Callable[[tuple[float, ...]], None] | None = None,
-    ):
-        self.launch, self.net, self.precond, self.loss = launch, net, precond, loss
-        self.optimizer, self.ema, self.route_plan, self.batches = optimizer, ema, route_plan, batches
-        self.evaluators, self.recorder, self.checkpoints = evaluators, recorder, checkpoints
-        self.stop, self.settings, self.speed_check = stop, settings, speed_check
-        self.parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    launch: Launch
+    net: nn.Module
+    precond: nn.Module
+    loss: Callable[..., torch.Tensor]
+    optimizer: Optimizer
+    ema: EMA | None
+    route_plan: Any
+    batches: Batches
+    evaluators: Sequence[tuple[int, Any]]
+    recorder: Recorder
+    checkpoints: CheckpointFolder
+    stop: StopRequest
+    settings: Settings
+    work: Work | None
+    speed_check: Callable[[tuple[float, ...]], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
         # The weights, their average, and two numbers of the optimizer for each.
-        num_bytes = 4 * 4 * sum(parameter.numel() for parameter in net.parameters())
-        self.clock = Clock(launch.device, num_bytes / SLOW_DISK)
-        limits = settings.log_every, settings.max_skipped_steps
-        self.window = Window(launch, self.clock, batches, bool(net.routes), work, *limits)
+        num_bytes = 4 * 4 * sum(parameter.numel() for parameter in self.net.parameters())
+        self.clock = Clock(self.launch.device, num_bytes / SLOW_DISK)
+        options = self.work, self.settings.log_every, self.settings.max_skipped_steps
+        self.window = Window(self.launch, self.clock, self.batches, bool(self.net.routes), *options)
         self.step = self.saved_step = self.first_step = 0
 
     @property

@@ -53,6 +53,7 @@ class Work:
     peak_flops_per_sec: float | None
 
 
+@dataclass(eq=False, repr=False)
 class Window:
     """The steps since the last log point, and statistics of the losses of those before.
 
@@ -62,20 +63,18 @@ class Window:
         max_skipped_steps: so many skipped steps in a row end the run.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        clock: Clock,
-        batches: Batches,
-        routed: bool,
-        work: Work | None,
-        log_every: int,
-        max_skipped_steps: int,
-    ):
-        self.launch, self.clock, self.batches, self.routed, self.work = launch, clock, batches, routed, work
-        self.max_skipped_steps = max_skipped_steps
-        self.places = batches.places.to(launch.device).float()  # (S,)
-        self.rows = torch.zeros(log_every, NUM_FIELDS, device=launch.device)  # (R, F), and room for more
+    launch: Launch
+    clock: Clock
+    batches: Batches
+    routed: bool
+    work: Work | None
+    log_every: int
+    max_skipped_steps: int
+
+    def __post_init__(self) -> None:
+        self.places = self.batches.places.to(self.launch.device).float()  # (S,)
+        # (R, F), and room for more.
+        self.rows = torch.zeros(self.log_every, NUM_FIELDS, device=self.launch.device)
         self.num_rows, self.start_sec = 0, 0.0
         self.num_in_row = 0  # skipped steps in a row, up to the last log point
         self.mean, self.variance, self.num_applied = 0.0, 0.0, 0  # of the losses of steps that applied
