@@ -10,6 +10,7 @@ import sys
 import torch.nn as nn
 
 from routing.adapters.families import FAMILIES, REFUSED
+from routing.adapters.families.table import ROWS
 
 
 def classes() -> dict[str, type[nn.Module]]:
@@ -27,7 +28,7 @@ def row(name: str, kind: type[nn.Module]) -> str:
         return f"refused | {REFUSED[name]}"
     if name not in FAMILIES:
         return "not known | "
-    adapter = FAMILIES[name]
+    adapter = ROWS[name]
     if missing := {*adapter.accepts, *adapter.residuals} - set(inspect.signature(kind.forward).parameters):
         return f"fails | forward takes no {', '.join(sorted(missing))}"
     return f"yes | `{', then '.join(spec.name for spec in adapter.block_lists)}`"

@@ -199,7 +199,7 @@ def refuse(what: str, is_there: Callable[[Any, Arguments], Any]) -> Callable[[An
 def check(row: Adapter, model: nn.Module, arguments: Arguments) -> None:
     """Refuse ways to attend that are not known, and what the row itself refuses."""
     refused = f"of {type(model).__name__} does not go together with routing"
-    for name in (name for name in row.accepts if name.endswith("attention_kwargs")):
+    for name in (name for name in arguments if name.endswith("attention_kwargs")):
         is_gathered = any(name in spec.by_token for spec in row.block_lists)
         accepted = ("scale", "attention_mask") if is_gathered else ("scale",)
         for key in set(arguments.get(name) or ()) - {*accepted}:
