@@ -1,6 +1,7 @@
 """Transformers of diffusers, one a row: of images, of video, of sound.
 
-What no class indexes by token, `SHARED` in __init__.py names once; `shared` of a row is what others do.
+`ACCEPTED` and `SHARED` in __init__.py name what goes together with routing in every class; `accepts` and
+`shared` of a row are what does in this one.
 """
 
 from routing.adapters.adapter import Adapter, BlockList
@@ -39,12 +40,8 @@ CHROMA = rope(rotary) | {"attention_mask": joint}  # (N, P + T)
 COGVIEW = BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=("attention_mask",))
 # HiDream: (N, T + text, 1, d / 2, 2, 2), (N, T + S).
 HIDREAM = rope(lambda x, kept: kept.gather_between(x)) | {"hidden_states_masks": tokens}
-U_NET = BlockList(BLOCKS)
 # Wan: (1, T, 1, d) each, and (N, T, 6, D) where each token has its own timestep, else (N, 6, D).
 WAN = BlockList("blocks", by_token={"rotary_emb": each(tokens), "temb": if_ndim(4, tokens)})
-# FramePack and Helios: earlier frames at three resolutions.
-FRAMEPACK_HISTORY = ("clean", "history_2x", "history_4x")
-HELIOS_HISTORY = ("history_short", "history_mid", "history_long")
 LTX_ROTARY = each(lambda x, kept: kept.gather(x, x.ndim - 2))  # (N, T, D), or (N, heads, T, d)
 
 
@@ -102,9 +99,9 @@ ROWS = {
     "GlmImageTransformer2DModel": Adapter(COGVIEW, accepts=("attention_mask",)),
     "DiTTransformer2DModel": Adapter(BlockList(BLOCKS), accepts=("class_labels",)),
     # Within U-Nets: attention to the image, then to the text, no positions.
-    "DreamLiteTransformer2DModel": Adapter(U_NET),
+    "DreamLiteTransformer2DModel": Adapter(BlockList(BLOCKS)),
     "Transformer2DModel": Adapter(
-        U_NET,
+        BlockList(BLOCKS),
         check=refuse("an input of patches or codes", lambda model, given: not model.is_input_continuous),
     ),
     # One sequence of the image and the text behind it, samples second: (N, T + S, 1, d), six (T + S, N, D)
@@ -183,12 +180,9 @@ ROWS = {
         ),
         num_suffix_tokens=counts.joyimage_references,
     ),
+    # A mask (N, 1, 1, P + T).
     "Krea2Transformer2DModel": Adapter(
-        BlockList(
-            BLOCKS,
-            joint=True,
-            by_token=rope(rotary) | {"attention_mask": mask},  # (N, 1, 1, P + T)
-        ),
+        BlockList(BLOCKS, joint=True, by_token=rope(rotary) | {"attention_mask": mask}),
         num_prefix_tokens=length(TEXT),
     ),
     # Text is in plane 0, references are in plane 2.
@@ -199,11 +193,9 @@ ROWS = {
         num_suffix_tokens=num_reference_tokens(1),
     ),
     # base_sequence_length, a key of its cross_attention_kwargs, would change how sharply a window attends.
+    # A mask (N, T), a table (1, T, d).
     "LuminaNextDiT2DModel": Adapter(
-        BlockList(
-            "layers",
-            by_token={"attention_mask": mask, **rope(tokens)},  # (N, T), (1, T, d)
-        ),
+        BlockList("layers", by_token={"attention_mask": mask, **rope(tokens)}),
         accepts=("image_rotary_emb",),
     ),
     "Lumina2Transformer2DModel": Adapter(
@@ -236,13 +228,9 @@ ROWS = {
         BlockList("blocks", by_token=rope(along(2)), shared=("attention_mask",)),  # (1, 1, T, ...)
         accepts=("attention_mask",),
     ),
-    # Two tables of complex numbers: of the image, of the text.
+    # Two tables of complex numbers: of the image, of the text; modulate_index (N, T + S).
     "QwenImageTransformer2DModel": Adapter(
-        BlockList(
-            BLOCKS,
-            output=1,
-            by_token=rope(part(0, table)) | {"modulate_index": tokens},  # (N, T + S)
-        ),
+        BlockList(BLOCKS, output=1, by_token=rope(part(0, table)) | {"modulate_index": tokens}),
         num_suffix_tokens=counts.qwen_references,
     ),
     # One sequence: text and reference images, which do not see what comes after them, then the image.
@@ -262,12 +250,9 @@ ROWS = {
         residuals=("block_controlnet_hidden_states",),
     ),
     # One sequence of the image, its padding, and the text; the refiners before it are not routed.
+    # A table (N, T + S, d), a mask (N, T + S).
     "ZImageTransformer2DModel": Adapter(
-        BlockList(
-            "layers",
-            tokens="x",
-            by_token={"freqs_cis": tokens, "attn_mask": mask},  # (N, T + S, d), (N, T + S)
-        ),
+        BlockList("layers", tokens="x", by_token={"freqs_cis": tokens, "attn_mask": mask}),
         num_suffix_tokens=counts.z_image_suffix,
     ),
     # The coordinates of tokens, three (1, T), are looked up in tables.
@@ -318,7 +303,7 @@ ROWS = {
                 "original_context_length": lambda length, kept: kept.ids.shape[1],
             },
         ),
-        num_prefix_tokens=counts.history(HELIOS_HISTORY),
+        num_prefix_tokens=counts.history(("history_short", "history_mid", "history_long")),
     ),
     # Double blocks, then single ones; in attention the text comes last.
     "HunyuanVideoTransformer3DModel": Adapter(
@@ -333,15 +318,11 @@ ROWS = {
     "HunyuanVideoFramepackTransformer3DModel": Adapter(
         hunyuan(joint=True),
         accepts=("pooled_projections", "guidance"),
-        num_prefix_tokens=counts.history(FRAMEPACK_HISTORY, patch_size=(1, 2, 2)),
+        num_prefix_tokens=counts.history(("clean", "history_2x", "history_4x"), patch_size=(1, 2, 2)),
     ),
-    # Rotary positions, one matrix for each pair.
+    # Rotary positions (N, T, 1, d, 2, 2), one matrix for each pair.
     "Kandinsky5Transformer3DModel": Adapter(
-        BlockList(
-            "visual_transformer_blocks",
-            tokens="visual_embed",
-            by_token={"rope": tokens},  # (N, T, 1, d, 2, 2)
-        ),
+        BlockList("visual_transformer_blocks", tokens="visual_embed", by_token={"rope": tokens}),
         accepts=("pooled_projections", "visual_rope_pos"),
     ),
     # Without sound, whose queries attend to the video: the proof does not see them.
