@@ -24,26 +24,20 @@ FOR_DEVELOPERS = (
     "See https://",
     "^",
 )
-A_LIST, A_GROUP = "must be a list, [VALUE,VALUE]", "is a group of keys, which are set one by one"
 CLEARER = (
-    (r"Value '.*' of type '\w+' could not be converted to Integer", "must be of type int"),
-    (r"Value '.*' of type '\w+' could not be converted to Float", "must be of type float"),
-    (r"Value '.*' is not a valid bool \(type \w+\)", "must be of type bool"),
-    (r"Cannot convert '\w+' to string: .*", "must be of type str"),
-    (r"Invalid value assigned: \w+ is not a ListConfig, list or tuple\.", A_LIST),
-    (r"Cannot merge DictConfig with ListConfig", A_LIST),
-    (r"Invalid type assigned: \w+ is not a subclass of \w+\. value: .*", A_GROUP),
-    (r"Cannot assign \w+ to Dict\[.*\]", A_GROUP),
-    (r"field '[\w.]+' is not Optional", "must not be null"),
-    (r"\w+ \(DictConfig\) does not support deletion", "must not be removed"),
+    (
+        r"Invalid value assigned: \w+ is not a ListConfig.*|Cannot merge DictConfig with List.*",
+        "must be a list",
+    ),
+    (
+        r"Invalid type assigned: \w+ is not a subclass of \w+\. value: .*",
+        "is a group of keys, set one by one",
+    ),
     (r"(Could not load 'hydra/\w+/\w+')\.", r"\1, which `pip install -r requirements-sweeps.txt` brings"),
-    (r"^Config group override must be .*", "the value of a group must be the name of one of its files"),
-    (r"list index out of range", "the list has no such item"),
     (
         r"^invalid literal for int\(\) with base 10: ('.*')$",
         r"\1 is not an item of a list: those are 0, 1, ...",
     ),
-    (r"^Ambiguous value for argument '(.*?)' 1\. .*", r"\1 has several values: a sweep needs -m, a list [ ]"),
 )
 INTERPOLATED = re.compile(r"Interpolation key '(.*)' not found\s+full_key: (\S+)")
 

@@ -5,6 +5,7 @@ resumed run, or one on another number of ranks, draws the same.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ class MicroBatch(NamedTuple):
     generator: torch.Generator  # of all random draws
 
 
+@dataclass(eq=False, repr=False)
 class Batches:
     """The endless stream of this rank's micro-batches.
 
@@ -38,24 +40,21 @@ class Batches:
         check_std: is called with the standard deviation of the first micro-batch of a run.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        read: Callable[[int], Iterable[Stored]],
-        entries: Callable[[int], Sequence[Any]],
-        to_latents: Callable[[torch.Tensor, torch.Generator], torch.Tensor],
-        token_mask: Callable[[torch.Tensor], torch.Tensor] | None,
-        check_std: Callable[[torch.Tensor], None],
-        seed: int,
-        batch_size: int,
-        micro_batch_size: int,
-    ):
-        self.device, self.read, self.entries = launch.device, read, entries
-        self.to_latents, self.token_mask, self.check_std = to_latents, token_mask, check_std
-        self.seed, self.batch_size = seed, batch_size
+    launch: Launch
+    read: Callable[[int], Iterable[Stored]]
+    entries: Callable[[int], Sequence[Any]]
+    to_latents: Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+    token_mask: Callable[[torch.Tensor], torch.Tensor] | None
+    check_std: Callable[[torch.Tensor], None]
+    seed: int
+    batch_size: int
+    micro_batch_size: int
+
+    def __post_init__(self) -> None:
         # This rank's micro-batches of a step, and the places of their samples in the global batch.
-        self.indices = range(launch.rank, batch_size // micro_batch_size, launch.world_size)
-        self.places = torch.arange(batch_size).view(-1, micro_batch_size)[self.indices].flatten()
+        num_micro_batches = self.batch_size // self.micro_batch_size
+        self.indices = range(self.launch.rank, num_micro_batches, self.launch.world_size)
+        self.places = torch.arange(self.batch_size).view(-1, self.micro_batch_size)[self.indices].flatten()
 
     def from_step(self, step: int) -> Iterator[Iterator[MicroBatch]]:
         """Yield the micro-batches of each step from `step` on, without end."""
@@ -66,16 +65,16 @@ class Batches:
     def generator(self, step: int, index: int) -> torch.Generator:
         """Seed a generator for micro-batch `index` of the global batch of a step."""
         state = np.random.SeedSequence([self.seed, step, index]).generate_state(1, np.uint64)
-        return torch.Generator(self.device).manual_seed(int(state[0]))
+        return torch.Generator(self.launch.device).manual_seed(int(state[0]))
 
     def _of_step(self, step: int, stored: Iterator[Stored]) -> Iterator[MicroBatch]:
         for index in self.indices:
             entries, labels, masks, num_forced = next(stored)
             labels, masks = (
-                t if t is None else t.to(self.device, non_blocking=True) for t in (labels, masks)
+                t if t is None else t.to(self.launch.device, non_blocking=True) for t in (labels, masks)
             )
             generator = self.generator(step, index)
-            x = self.to_latents(entries.to(self.device, non_blocking=True), generator)
+            x = self.to_latents(entries.to(self.launch.device, non_blocking=True), generator)
             if step == index == 0:
                 self.check_std(x.std())  # SYNC: once in a run
             force_keep = None if masks is None or self.token_mask is None else self.token_mask(masks)

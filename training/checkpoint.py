@@ -101,15 +101,16 @@ class CheckpointFolder:
             for name, state in states.items():
                 tensors, rest[name] = _apart(state)
                 if tensors:
-                    _save_tensors(partial / f"{name}.safetensors", tensors)
+                    tensors = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
+                    save_file(tensors, partial / f"{name}.safetensors")
             (partial / STATE).write_text(json.dumps(finite(rest)) + "\n")
             sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(partial.iterdir())]
             (partial / SUMS).write_text("".join(sums))
             for path in (*partial.iterdir(), partial):
                 sync(path)
-        except OSError:
+        except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
             shutil.rmtree(partial, ignore_errors=True)
-            raise
+            raise error if isinstance(error, OSError) else OSError(str(error)) from error
         _discard(final)
         partial.rename(final)
         sync(self.folder)
@@ -169,13 +170,6 @@ def instead_of(damaged: Path, names: Iterable[str]) -> str:
         if path != damaged and damage_of(path, names) is None:
             return f"step {step} is intact, in {path}"
     return "its run has no other that is intact"
-
-
-def _save_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
-    except SafetensorError as error:  # a full disk, among others
-        raise OSError(f"{file}: {error}") from error
 
 
 def _discard(checkpoint: Path) -> None:

@@ -2,10 +2,10 @@
 
 from runtime.errors import UserError
 from runtime.launch import is_peer_failure
-from training.history import NotFinite
 from training.run_folder import Moved, RunFolder
 from training.stopping import INTERRUPT, TIME_LIMIT
 from training.trainer import Trainer
+from training.window import NotFinite
 
 AGAIN = "run the same command again to resume"
 

@@ -18,19 +18,13 @@ def _channels_last(output: Tensor) -> Tensor:
     return output.unflatten(0, (-1, PATCH_SIZE**2)).transpose(0, 1).flatten(0, 1)  # (C * p * p, ...)
 
 
+RENAMED = {"renoise_linear": "rejoins.0.proj", "mask_token": "rejoins.0.mask_token"}
 CONVERTED = {
-    "x_embedder.proj.weight": (
-        "x_embedder.proj.weight",
-        lambda w: w.unflatten(1, (-1, PATCH_SIZE, PATCH_SIZE)),
-    ),
-    "final_layer.linear.weight": ("final_layer.linear.weight", _channels_last),
-    "final_layer.linear.bias": ("final_layer.linear.bias", _channels_last),
-    "renoise_linear.weight": (
-        "rejoins.0.proj.weight",
-        lambda w: w.roll(w.shape[1] // 2, dims=1),
-    ),  # dense first
-    "renoise_linear.bias": ("rejoins.0.proj.bias", Tensor.clone),
-    "mask_token": ("rejoins.0.mask_token", Tensor.flatten),
+    "x_embedder.proj.weight": lambda w: w.unflatten(1, (-1, PATCH_SIZE, PATCH_SIZE)),
+    "final_layer.linear.weight": _channels_last,
+    "final_layer.linear.bias": _channels_last,
+    "rejoins.0.proj.weight": lambda w: w.roll(w.shape[1] // 2, dims=1),  # dense first
+    "rejoins.0.mask_token": Tensor.flatten,
 }
 
 
@@ -50,12 +44,13 @@ def from_sprint(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
     first = {"encoder": 0, "middle": NUM_DENSE, "decoder": NUM_DENSE + num_middle}
     own = {}
     for name, tensor in tensors.items():
-        own_name, convert = CONVERTED.get(name, (name, Tensor.detach))
-        own_name = BLOCK.sub(lambda match: f"blocks.{first[match[1]] + int(match[2])}.", own_name)
+        own_name = BLOCK.sub(lambda match: f"blocks.{first[match[1]] + int(match[2])}.", name)
+        for public, renamed in RENAMED.items():
+            own_name = re.sub(rf"^{public}\b", renamed, own_name)
         if own_name in own:
             raise ValueError(f"{file} has two tensors for {own_name}, {name} among them")
         try:
-            own[own_name] = convert(tensor)
+            own[own_name] = CONVERTED.get(own_name, Tensor.detach)(tensor)
         except (IndexError, RuntimeError) as error:
             shape = tuple(tensor.shape)
             raise ValueError(f"{file}: {name} is {shape}, not as in SPRINT's networks") from error

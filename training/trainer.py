@@ -18,12 +18,11 @@ from training.batches import Batches, MicroBatch
 from training.checkpoint import CheckpointFolder, Part
 from training.clock import Clock
 from training.ema import EMA
-from training.history import LossHistory, NotFinite
 from training.optimizer import Optimizer
 from training.recorder import Recorder, without_pictures
 from training.speed import no_sync
 from training.stopping import StopRequest
-from training.window import Window, Work
+from training.window import NotFinite, Window, Work
 
 SLOW_DISK = 100e6  # bytes per second, assumed until the first save
 
@@ -39,6 +38,7 @@ class Settings:
     max_skipped_steps: int  # in a row, that end the run
 
 
+@dataclass(eq=False, repr=False)
 class Trainer:
     """Fit a preconditioned network to a stream of batches.
 
@@ -53,41 +53,35 @@ class Trainer:
             bypass: everything is compiled, and nothing is lost by a stop.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        net: nn.Module,
-        precond: nn.Module,
-        loss: Callable[..., torch.Tensor],
-        optimizer: Optimizer,
-        ema: EMA | None,
-        route_plan: Any,
-        batches: Batches,
-        evaluators: Sequence[tuple[int, Any]],
-        recorder: Recorder,
-        checkpoints: CheckpointFolder,
-        stop: StopRequest,
-        settings: Settings,
-        work: Work | None,
-        speed_check: Callable[[tuple[float, ...]], None] | None = None,
-    ):
-        self.launch, self.net, self.precond, self.loss = launch, net, precond, loss
-        self.optimizer, self.ema, self.route_plan, self.batches = optimizer, ema, route_plan, batches
-        self.evaluators, self.recorder, self.checkpoints = evaluators, recorder, checkpoints
-        self.stop, self.settings, self.speed_check = stop, settings, speed_check
-        self.parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    launch: Launch
+    net: nn.Module
+    precond: nn.Module
+    loss: Callable[..., torch.Tensor]
+    optimizer: Optimizer
+    ema: EMA | None
+    route_plan: Any
+    batches: Batches
+    evaluators: Sequence[tuple[int, Any]]
+    recorder: Recorder
+    checkpoints: CheckpointFolder
+    stop: StopRequest
+    settings: Settings
+    work: Work | None
+    speed_check: Callable[[tuple[float, ...]], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
         # The weights, their average, and two numbers of the optimizer for each.
-        num_bytes = 4 * 4 * sum(parameter.numel() for parameter in net.parameters())
-        self.clock = Clock(launch.device, num_bytes / SLOW_DISK)
-        self.window = Window(launch, self.clock, batches.batch_size, bool(net.routes), work)
-        limits = settings.log_every, settings.max_skipped_steps
-        self.history = LossHistory(launch, batches.places, batches.entries, *limits)
+        num_bytes = 4 * 4 * sum(parameter.numel() for parameter in self.net.parameters())
+        self.clock = Clock(self.launch.device, num_bytes / SLOW_DISK)
+        options = self.work, self.settings.log_every, self.settings.max_skipped_steps
+        self.window = Window(self.launch, self.clock, self.batches, bool(self.net.routes), *options)
         self.step = self.saved_step = self.first_step = 0
 
     @property
     def parts(self) -> dict[str, Part]:
         """What a checkpoint keeps."""
-        names = ("net", "ema", "optimizer", "clock", "window", "history", "recorder")
+        names = ("net", "ema", "optimizer", "clock", "window", "recorder")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def resume_newest(self) -> None:
@@ -148,10 +142,12 @@ class Trainer:
             sample_losses.append(losses.detach())
             if batch.masks is not None:
                 self.window.add_bypassed(self.route_plan.num_forced_bypassed(batch.force_keep, self.ratios))
-        self.history.add(loss, self.update_weights(loss), sample_losses)
+        self.window.add_step(loss, *self.update_weights(), tuple(self.ratios), sample_losses)
 
-    def update_weights(self, loss: torch.Tensor) -> torch.Tensor:
-        """Clip, step and average the weights; return 1 if the step was skipped, else 0 (0-d)."""
+    def update_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clip, step and average the weights; return the norm of the gradient, and 1 if the step was skipped,
+        else 0 (0-d each).
+        """
         grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.settings.grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.settings.grad_clip, grad_norm)
@@ -162,14 +158,13 @@ class Trainer:
         self.net.zero_grad()
         if self.ema is not None:
             self.ema.update(self.net, skipped)
-        self.window.add_step(loss, grad_norm, skipped, tuple(self.ratios))
-        return skipped
+        return grad_norm, skipped
 
     def log_training(self) -> None:
         """Write a line of the steps since the last one."""
         values = self.window.values()
         try:
-            found = self.history.report(self.step)
+            found = self.window.report(self.step)
         except NotFinite as error:
             self._log({**values, "skipped_steps": error.details["skipped_steps"]})
             raise

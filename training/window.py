@@ -1,17 +1,43 @@
-"""Sums over the steps since the last log point, and what is logged of them."""
+"""The steps since the last log point: their means, those that were skipped, and spikes of the loss, with the
+samples at fault.
 
-from collections.abc import Callable
+Each step is a row on the device; the host sees rows at log points only.
+
+Shapes: P ranks, R steps since the last log point, S samples of a rank and step, F numbers of a row.
+"""
+
+import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
 
 from runtime.launch import Launch
 from runtime.memory import peak_gib, reset_peak
+from training.batches import Batches
 from training.clock import Clock
 
-SUMS = ("loss", "grad_norm", "applied", "skipped", "selection_ratio", "num_forced_bypassed", "tflop")
+COLUMNS = ("loss", "grad_norm", "skipped", "selection_ratio", "num_forced_bypassed", "tflop")
+SKIPPED, RATIO, BYPASSED, TFLOP = range(2, len(COLUMNS))
+MAX_NAMED = 4  # samples of a step that are reported, those of the largest loss
+LARGEST, PLACES = len(COLUMNS), len(COLUMNS) + MAX_NAMED  # where their losses, and places in the batch, begin
+NUM_FIELDS = PLACES + MAX_NAMED
+EMPTY = -1.0  # fewer samples than MAX_NAMED
+MAX_ENTRIES = 16  # in a message
+# A spike is so many standard deviations above the exponential moving average of the steps before it.
+SPIKE_DEVIATIONS, DECAY, MIN_STEPS = 8.0, 0.99, 100
+STATE = ("start_sec", "num_in_row", "mean", "variance", "num_applied")
+
+
+class NotFinite(Exception):
+    """Too many steps in a row gave no finite loss or gradient."""
+
+    def __init__(self, message: str, details: dict[str, Any]):
+        super().__init__(message)
+        self.details = details
 
 
 @dataclass(frozen=True)
@@ -27,45 +53,77 @@ class Work:
     peak_flops_per_sec: float | None
 
 
+@dataclass(eq=False, repr=False)
 class Window:
-    """The steps since the last log point, summed on the device.
+    """The steps since the last log point, and statistics of the losses of those before.
 
     Args:
-        batch_size: images of a step, on all ranks together.
+        routed: ratios of routes are logged.
         work: None where it is not known; it is not logged then.
+        max_skipped_steps: so many skipped steps in a row end the run.
     """
 
-    def __init__(self, launch: Launch, clock: Clock, batch_size: int, routed: bool, work: Work | None):
-        self.launch, self.clock, self.batch_size, self.routed = launch, clock, batch_size, routed
-        self.work = work
-        self.sums, self.start_sec = torch.zeros(len(SUMS), device=launch.device), 0.0
+    launch: Launch
+    clock: Clock
+    batches: Batches
+    routed: bool
+    work: Work | None
+    log_every: int
+    max_skipped_steps: int
 
-    def add_step(
-        self, loss: torch.Tensor, grad_norm: torch.Tensor, skipped: torch.Tensor, ratios: tuple[float, ...]
-    ) -> None:
-        """Add a step at ratios of the routes; loss and norm count where it was not skipped (0 or 1, 0-d)."""
-        applied = torch.stack([loss, grad_norm.to(loss), torch.ones_like(loss)]) * (1 - skipped)
-        self.sums[:3] += applied.nan_to_num(0.0, 0.0, 0.0)
-        self.sums[SUMS.index("skipped")] += skipped
-        self.sums[SUMS.index("selection_ratio")] += sum(ratios) / max(1, len(ratios))
-        if self.work:
-            self.sums[SUMS.index("tflop")] += self.work.flops(ratios) * self.batch_size / 1e12
+    def __post_init__(self) -> None:
+        self.places = self.batches.places.to(self.launch.device).float()  # (S,)
+        # (R, F), and room for more.
+        self.rows = torch.zeros(self.log_every, NUM_FIELDS, device=self.launch.device)
+        self.num_rows, self.start_sec = 0, 0.0
+        self.num_in_row = 0  # skipped steps in a row, up to the last log point
+        self.mean, self.variance, self.num_applied = 0.0, 0.0, 0  # of the losses of steps that applied
 
     def add_bypassed(self, num_tokens: torch.Tensor) -> None:
-        """Add the tokens of a micro-batch that bypassed although a mask forces them to stay."""
-        self.sums[SUMS.index("num_forced_bypassed")] += num_tokens
+        """Add the tokens of a micro-batch that bypass although a mask forces them to stay."""
+        self.rows[self.num_rows, BYPASSED] += num_tokens
+
+    def add_step(
+        self,
+        loss: torch.Tensor,
+        grad_norm: torch.Tensor,
+        skipped: torch.Tensor,
+        ratios: tuple[float, ...],
+        losses: Sequence[torch.Tensor],
+    ) -> None:
+        """Add a step.
+
+        Args:
+            loss, grad_norm: 0-d.
+            skipped: 1 if the step was skipped, else 0 (0-d).
+            ratios: of the routes.
+            losses: of its samples, (S,) in parts.
+        """
+        # A loss that is not a number counts as the largest.
+        sample_losses = torch.cat(list(losses)).nan_to_num(math.inf, math.inf, -math.inf)  # (S,)
+        largest, indices = sample_losses.topk(min(MAX_NAMED, len(sample_losses)))
+        row = self.rows[self.num_rows]
+        row[0], row[1], row[SKIPPED] = loss, grad_norm, skipped
+        row[RATIO] = sum(ratios) / max(1, len(ratios))
+        row[TFLOP] = self.work.flops(ratios) * self.batches.batch_size / 1e12 if self.work else 0.0
+        row[LARGEST:] = EMPTY
+        row[LARGEST : LARGEST + len(largest)] = largest
+        row[PLACES : PLACES + len(largest)] = self.places[indices]
+        self.num_rows += 1
 
     def values(self) -> dict[str, Any]:
         """Means over the steps that applied, on all ranks."""
-        # SYNC: the sums come to the host.
-        sums = dict(zip(SUMS, self.launch.sum(self.sums).div(self.launch.world_size).tolist(), strict=True))
-        applied, num_steps = sums["applied"], sums["applied"] + sums["skipped"]
+        rows = self._gathered_rows()[..., : len(COLUMNS)]  # (P, R, len(COLUMNS))
+        rows[..., :2] = (rows[..., :2] * (1 - rows[..., SKIPPED, None])).nan_to_num(0.0, 0.0, 0.0)
+        means = reduce(torch.add, rows.unbind(1)).sum(0).div(self.launch.world_size)
+        sums, num_steps = dict(zip(COLUMNS, means.tolist(), strict=True)), rows.shape[1]
+        applied = num_steps - sums["skipped"]
         window_sec = self.clock.train_time_sec - self.start_sec
         values = {
             "loss": sums["loss"] / applied if applied else None,
             "grad_norm": sums["grad_norm"] / applied if applied else None,
             "num_skipped_steps": int(sums["skipped"]),
-            "images_per_sec": num_steps * self.batch_size / window_sec,
+            "images_per_sec": num_steps * self.batches.batch_size / window_sec,
             "train_time_sec": self.clock.train_time_sec,
         }
         if self.work:
@@ -80,22 +138,85 @@ class Window:
             values["num_forced_bypassed"] = round(sums["num_forced_bypassed"] * self.launch.world_size)
         return values
 
+    def report(self, step: int) -> dict[str, list[dict[str, Any]]]:
+        """Report skipped steps and spikes up to `step` (from 1).
+
+        Raises:
+            NotFinite: too many of them in a row were skipped.
+        """
+        rows = [*map(_merge_ranks, zip(*self._gathered_rows().tolist(), strict=True))]
+        found, first_skipped = {"skipped_steps": [], "loss_spikes": []}, None
+        for at, row in enumerate(rows, start=step - len(rows) + 1):
+            self.num_in_row = self.num_in_row + 1 if row[SKIPPED] else 0
+            if row[SKIPPED]:
+                found["skipped_steps"].append({"step": at, "entries": self._largest(at, row)})
+            elif self._is_spike(loss := row[0]):
+                spike = {"step": at, "loss": loss, "entries": self._largest(at, row)}
+                found["loss_spikes"].append(spike)
+            if self.num_in_row >= self.max_skipped_steps:
+                first_skipped = at - self.num_in_row + 1
+        if first_skipped is not None:
+            entries = list(self.batches.entries(first_skipped - 1))
+            more = " and more" if len(entries) > MAX_ENTRIES else ""
+            raise NotFinite(
+                f"no finite loss or gradient in {self.max_skipped_steps} or more steps in a row, from step "
+                f"{first_skipped} on (max_skipped_steps); its batch was {entries[:MAX_ENTRIES]}{more}",
+                {"step": first_skipped, "entries": entries, "skipped_steps": found["skipped_steps"]},
+            )
+        return {key: steps for key, steps in found.items() if steps}
+
     def start(self) -> None:
         """Start the next window."""
-        self.sums.zero_()
+        self.rows.zero_()
+        self.num_rows, self.start_sec = 0, self.clock.train_time_sec
         with suppress(OSError):
             reset_peak(self.launch.device)
-        self.start_sec = self.clock.train_time_sec
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums of each rank, so that a resumed window adds up bitwise."""
-        return {"sums": self.launch.gather(self.sums).tolist(), "start_sec": self.start_sec}
+        """The rows of all ranks, and the statistics."""
+        return {"rows": self._gathered_rows().tolist(), **{key: getattr(self, key) for key in STATE}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint; on another number of ranks each takes the mean of the sums, and its
-        share of the counts.
+        """Continue from a checkpoint; on another number of ranks, each takes the rows of all, and its share
+        of the counts.
         """
-        sums, self.start_sec = torch.tensor(state["sums"], device=self.sums.device), state["start_sec"]
-        same = len(sums) == self.launch.world_size
-        self.sums = sums[self.launch.rank] if same else sums.mean(dim=0)
-        self.sums[SUMS.index("num_forced_bypassed")] *= len(sums) / self.launch.world_size
+        for key in STATE:
+            setattr(self, key, state[key])
+        # JSON has null for a loss that was not finite.
+        saved = [[[math.inf if x is None else x for x in row] for row in rows] for rows in state["rows"]]
+        same = len(saved) == self.launch.world_size
+        rows = saved[self.launch.rank] if same else [*map(_merge_ranks, zip(*saved, strict=True))]
+        self.num_rows = len(rows)
+        restored = torch.tensor(rows, device=self.rows.device).reshape(len(rows), NUM_FIELDS)
+        restored[:, BYPASSED] *= len(saved) / self.launch.world_size
+        self.rows = torch.cat([restored, torch.zeros_like(self.rows)])  # room for another window
+
+    def _gathered_rows(self) -> torch.Tensor:
+        """(P, R, F) on the CPU."""
+        # SYNC: the rows come to the host. All are gathered: some backends cannot gather an empty tensor.
+        return self.launch.gather(self.rows)[:, : self.num_rows].cpu().clone()
+
+    def _is_spike(self, loss: float) -> bool:
+        limit = self.mean + SPIKE_DEVIATIONS * math.sqrt(self.variance)
+        is_spike = self.num_applied >= MIN_STEPS and loss > limit
+        # A spike counts as the limit: it does not hide the next one, and a lasting rise becomes the mean.
+        delta = (limit if is_spike else loss) - self.mean
+        self.num_applied += 1
+        weight = max(1 - DECAY, 1 / self.num_applied)
+        self.mean += weight * delta
+        self.variance = (1 - weight) * (self.variance + weight * delta**2)
+        return is_spike
+
+    def _largest(self, step: int, row: Sequence[float]) -> list[Any]:
+        names = self.batches.entries(step - 1)
+        return [names[int(place)] for place in row[PLACES:] if place != EMPTY]
+
+
+def _merge_ranks(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    """Merge the rows of all ranks: means, and the largest losses of samples."""
+    means = [sum(values) / len(of_ranks) for values in [*zip(*of_ranks, strict=True)][:LARGEST]]
+    losses = {row[PLACES + i]: row[LARGEST + i] for row in of_ranks for i in range(MAX_NAMED)}
+    losses.pop(EMPTY, None)
+    places = sorted(losses, key=lambda place: (-losses[place], place))[:MAX_NAMED]
+    places += [EMPTY] * (MAX_NAMED - len(places))
+    return [*means, *(losses.get(place, EMPTY) for place in places), *places]

@@ -78,7 +78,7 @@ class BlockList:
         joint: `tokens` has the prefix, too: (N, P + T + S, D).
         output: at which place of a tuple a block returns the tokens; None where it returns a tensor.
         by_token: gathers each argument that is indexed by token: `lambda mask, kept: kept.gather(mask)`.
-        shared: arguments that do not depend on the token.
+        shared: arguments that do not depend on the token, if the block takes them.
         sequence_first: blocks take and return the tokens as (T + S, N, D).
         num_suffix_tokens: returns S of this list; None where it is that of the adapter.
     """
@@ -152,7 +152,7 @@ class Adapter:
     """
 
     block_lists: Sequence[BlockList] | Any  # one alone is no sequence until it is made a tuple
-    accepts: Sequence[str]
+    accepts: Sequence[str] = ()
     num_prefix_tokens: Callable[[Any, Arguments], int] = _zero
     num_suffix_tokens: Callable[[Any, Arguments], int] = _zero
     residuals: Sequence[str] = ()

@@ -128,7 +128,7 @@ def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
     if type(blocks) not in HANDING_OUT:
         found = f"{spec.name} of {type(model).__name__} is a {type(blocks).__name__}"
         raise ValueError(f"{found}, must be one of {', '.join(kind.__name__ for kind in HANDING_OUT)}")
-    named = {spec.tokens, *spec.by_token, *spec.shared}
+    named = {spec.tokens, *spec.by_token}
     for block in blocks:
         parameters = list(inspect.signature(type(block).forward).parameters.values())[1:]  # without self
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -239,7 +239,9 @@ class _Attached:
             default = self.signature.parameters[name].default
             if name not in self.adapter.accepts and value is not default and value is not None:
                 given = f"{name} of {type(model).__name__}"
-                accepted = ", ".join(self.adapter.accepts)
+                accepted = ", ".join(
+                    name for name in self.signature.parameters if name in self.adapter.accepts
+                )
                 raise ValueError(f"{given} does not go together with routing, which accepts {accepted}")
         self.adapter.check(model, arguments)
 

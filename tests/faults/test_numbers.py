@@ -13,7 +13,7 @@ from tests.runs import before_each_step, interrupted, metrics, tiny_run, tiny_tr
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import latest_checkpoint
 from training.fit import run_training
-from training.history import MAX_NAMED
+from training.window import MAX_NAMED
 
 
 def poison(trainer, what, steps):
@@ -117,14 +117,14 @@ def test_a_checkpoint_amid_skipped_steps_resumes_bitwise(tmp_path, what):
     poison(trainer, what, {3})
     interrupted(trainer, run, 4)
     text = (latest_checkpoint(tmp_path / "parts") / "state.json").read_text()
-    rows = json.loads(text, parse_constant=pytest.fail)["history"]["rows"]
+    rows = json.loads(text, parse_constant=pytest.fail)["window"]["rows"]
     assert any(value is None for row in rows[0] for value in row)
     tiny_run(tmp_path / "parts", *options)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_spike_is_logged_with_its_entries_also_after_a_resume(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("training.history.MIN_STEPS", 8)
+    monkeypatch.setattr("training.window.MIN_STEPS", 8)
     options = ("train.log_every=7", "train.total_steps=21", "train.save_every=5", "train.batch_size=8")
 
     def spoil(trainer):

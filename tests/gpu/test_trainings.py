@@ -210,7 +210,7 @@ def test_a_step_that_is_not_skipped_or_moves_nothing_is_seen(trainer):
 
 
 def test_where_a_step_waits_is_told(trainer):
-    def wait(loss):
+    def wait():
         raise RuntimeError("called a synchronizing CUDA operation")
 
     trainer.update_weights = wait

@@ -159,14 +159,19 @@ def test_a_class_refuses_what_its_adapter_does_not_know(name):
     ("name", "key", "change", "message"),
     [
         ("Ideogram4Transformer2DModel", "indicator", lambda x: x.flip(1), "must come last"),
-        ("JoyImageEditTransformer3DModel", "hidden_states", lambda x: x.unsqueeze(1), "reference items of"),
+        (
+            "JoyImageEditTransformer3DModel",
+            "hidden_states",
+            lambda x: x.unsqueeze(1),
+            "a row of reference items of",
+        ),
         ("JoyImageEditPlusTransformer3DModel", "shape_list", lambda x: [x[0], [(1, 3, 4)]], r"\[12, 16\]"),
         ("Lumina2Transformer2DModel", "encoder_attention_mask", lambda x: x.tril(2), r"texts of \[3, 4\]"),
         ("ZImageTransformer2DModel", "x", lambda x: [x[0], x[1][..., :4]], "takes one image a sample"),
         # Attributes of the model.
         ("AceStepTransformer1DModel", "_attention_backend", lambda x: "flash", "the attention backend flash"),
-        ("MotifVideoTransformer3DModel", "num_decoder_layers", lambda x: 1, "of MotifVideo"),
-        ("Transformer2DModel", "is_input_continuous", lambda x: False, "for continuous inputs alone"),
+        ("MotifVideoTransformer3DModel", "num_decoder_layers", lambda x: 1, "num_decoder_layers=1 of Motif"),
+        ("Transformer2DModel", "is_input_continuous", lambda x: False, "an input of patches or codes of"),
     ],
 )
 def test_what_a_family_cannot_route_it_refuses_by_itself(name, key, change, message):

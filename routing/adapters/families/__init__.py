@@ -13,7 +13,42 @@ from routing.adapters.adapter import Adapter, plain_forward
 from routing.adapters.families.parts import check
 from routing.adapters.families.table import ROWS
 
-FAMILIES = {name: replace(row, check=partial(check, row)) for name, row in ROWS.items()}
+# Arguments of a forward that go together with routing, in whichever classes take them. Of those with
+# `attention_kwargs`, `check` accepts few keys.
+ACCEPTED = """
+additional_t_cond attention_kwargs audio_encoder_attention_mask audio_encoder_hidden_states
+audio_num_frames audio_timestep cap_feats condition_mask context_latents crop_coords cross_attention_kwargs
+decoder_input_tokens decoder_noise_time enable_diffusion_forcing encoder_attention_mask encoder_hidden_states
+encoder_hidden_states_llama3 encoder_hidden_states_mask encoder_mask encodings_and_masks global_hidden_states
+height hidden_states id_cond id_vit_hidden image_cond_hidden_states image_cond_ids image_embeds img_mask
+img_shapes indicator indices_hidden_states indices_latents indices_latents_clean indices_latents_history_2x
+indices_latents_history_4x indices_latents_history_long indices_latents_history_mid
+indices_latents_history_short input_ids input_image_sizes input_img_latents isolate_modalities
+joint_attention_kwargs latent_cond latents_clean latents_history_2x latents_history_4x latents_history_long
+latents_history_mid latents_history_short local_add_cond num_frames original_size padding_mask pooled_embeds
+position_ids prior_token_drop prior_token_id r_timestep return_dict rotary_embedding segment_ids shape_list t
+target_size target_timestep text_bth text_encoder_layers text_lens text_rope_pos timestep timesteps txt_ids
+video_rotary_emb width x
+"""
+# Arguments of blocks that do not depend on the token, in whichever classes take them, but for `by_token`.
+SHARED = """
+adaln_clean adaln_global_out adaln_input adaln_noisy all_perturbed args attention_kwargs
+audio_encoder_attention_mask audio_encoder_hidden_states audio_hidden_states audio_rotary_emb
+ca_audio_rotary_emb class_labels cond cond_mask cond_rope conditioning_emb context cross_attention_kwargs emb
+encoder_attention_mask encoder_hidden_states encoder_hidden_states_mask encoder_mask global_modulation
+image_embed_seq_len joint_attention_kwargs modulation num_memory_tokens segments temb temb_audio
+temb_ca_audio_gate temb_ca_audio_scale_shift temb_mod temb_mod_context temb_mod_img temb_mod_txt text_a
+text_embed text_v time_embed timestep timestep_embed use_a2v_cross_attention use_v2a_cross_attention
+"""
+
+
+def _family(row: Adapter) -> Adapter:
+    lists = [replace(spec, shared=(*SHARED.split(), *spec.shared)) for spec in row.block_lists]
+    accepts = (*ACCEPTED.split(), *row.accepts)
+    return replace(row, block_lists=lists, accepts=accepts, check=partial(check, row))
+
+
+FAMILIES = {name: _family(row) for name, row in ROWS.items()}
 REFUSED = {
     "AnyFlowFARTransformer3DModel": "its attention takes a block mask over chunks of frames at their places",
     "Cosmos3OmniTransformer": "its tokens are packed in one row, without a dimension of samples",

@@ -4,14 +4,13 @@
 class of this version takes other arguments than the row names.
 """
 
-import importlib
 import inspect
-import pkgutil
 import sys
 
 import torch.nn as nn
 
 from routing.adapters.families import FAMILIES, REFUSED
+from routing.adapters.families.table import ROWS
 
 
 def classes() -> dict[str, type[nn.Module]]:
@@ -19,12 +18,8 @@ def classes() -> dict[str, type[nn.Module]]:
     from diffusers.models import transformers
     from diffusers.models.modeling_utils import ModelMixin
 
-    infos = pkgutil.iter_modules(transformers.__path__, f"{transformers.__name__}.")
-    pairs = [
-        (info.name, kind) for info in infos for kind in vars(importlib.import_module(info.name)).values()
-    ]
-    kinds = [kind for module, kind in pairs if inspect.isclass(kind) and kind.__module__ == module]
-    return {kind.__name__: kind for kind in kinds if issubclass(kind, ModelMixin)}
+    kinds = {name: kind for name, kind in vars(transformers).items() if inspect.isclass(kind)}
+    return {name: kind for name, kind in kinds.items() if issubclass(kind, ModelMixin)}
 
 
 def row(name: str, kind: type[nn.Module]) -> str:
@@ -33,7 +28,7 @@ def row(name: str, kind: type[nn.Module]) -> str:
         return f"refused | {REFUSED[name]}"
     if name not in FAMILIES:
         return "not known | "
-    adapter = FAMILIES[name]
+    adapter = ROWS[name]
     if missing := {*adapter.accepts, *adapter.residuals} - set(inspect.signature(kind.forward).parameters):
         return f"fails | forward takes no {', '.join(sorted(missing))}"
     return f"yes | `{', then '.join(spec.name for spec in adapter.block_lists)}`"

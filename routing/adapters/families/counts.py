@@ -1,4 +1,4 @@
-"""Counts and checks of one class each: what no row of a table can say."""
+"""Counts of one class each: what no row of a table can say."""
 
 import math
 from collections.abc import Sequence
@@ -39,12 +39,6 @@ def fibo_2_suffix(model: Any, arguments: Arguments) -> int:
         for latents in arguments.get("context_latents") or ()
     )
     return num_context_tokens + (max(counts) if len(set(counts)) > 1 else 0)
-
-
-def flux_3_references(model: Any, arguments: Arguments) -> int:
-    """Count the tokens of reference images, an argument of their own."""
-    reference = arguments.get("image_cond_hidden_states")
-    return 0 if reference is None else reference.shape[1]
 
 
 def hidream_padding(model: Any, arguments: Arguments) -> int:
@@ -137,26 +131,7 @@ def _padded(num_tokens: int) -> int:
     return -(-num_tokens // Z_MULTIPLE) * Z_MULTIPLE
 
 
-def ace_step_backend(model: Any, arguments: Arguments) -> None:
-    """Refuse backends that find the window of attention by the place of a token in the sequence."""
-    for layer in model.layers:
-        if (backend := layer.self_attn.processor._attention_backend) is not None:
-            raise ValueError(f"the attention backend {backend} of AceStep does not go together with routing")
-
-
-def joyimage_items(model: Any, arguments: Arguments) -> None:
-    """Refuse images that are given in a row (N, items, C, frames, H, W)."""
-    if arguments["hidden_states"].ndim != 5:
-        raise ValueError("hidden_states: reference items of JoyImage do not go together with routing")
-
-
-def motif_decoder(model: Any, arguments: Arguments) -> None:
-    """Refuse decoder layers: they start from the tokens before all blocks."""
-    if model.num_decoder_layers:
-        raise ValueError(f"num_decoder_layers of {type(model).__name__} does not go together with routing")
-
-
-def continuous_inputs(model: Any, arguments: Arguments) -> None:
-    """Refuse patches and codes, which have norms and positions of their own."""
-    if not model.is_input_continuous:
-        raise ValueError("Transformer2DModel goes together with routing for continuous inputs alone")
+def ace_step_backend(model: Any, arguments: Arguments) -> Any:
+    """The attention backend, which finds the window of attention by the place of a token in the sequence."""
+    backends = (layer.self_attn.processor._attention_backend for layer in model.layers)
+    return next((backend for backend in backends if backend is not None), None)

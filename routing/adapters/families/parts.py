@@ -159,8 +159,8 @@ def entry(key: str, gather: Gather) -> Gather:
 
 
 def length(name: str) -> Count:
-    """Count the tokens of an argument (N, P, ...)."""
-    return lambda model, arguments: arguments[name].shape[1]
+    """Count the tokens of an argument (N, P, ...), 0 where it is not given."""
+    return lambda model, arguments: 0 if arguments.get(name) is None else arguments[name].shape[1]
 
 
 def num_reference_tokens(plane: float) -> Callable[[nn.Module, Arguments], int]:
@@ -184,10 +184,22 @@ def num_reference_tokens(plane: float) -> Callable[[nn.Module, Arguments], int]:
     return count
 
 
+def refuse(what: str, is_there: Callable[[Any, Arguments], Any]) -> Callable[[Any, Arguments], None]:
+    """Refuse what is there, by a name; `{}` in it stands for its value."""
+
+    def check(model: Any, arguments: Arguments) -> None:
+        if value := is_there(model, arguments):
+            raise ValueError(
+                f"{what.format(value)} of {type(model).__name__} does not go together with routing"
+            )
+
+    return check
+
+
 def check(row: Adapter, model: nn.Module, arguments: Arguments) -> None:
     """Refuse ways to attend that are not known, and what the row itself refuses."""
     refused = f"of {type(model).__name__} does not go together with routing"
-    for name in (name for name in row.accepts if name.endswith("attention_kwargs")):
+    for name in (name for name in arguments if name.endswith("attention_kwargs")):
         is_gathered = any(name in spec.by_token for spec in row.block_lists)
         accepted = ("scale", "attention_mask") if is_gathered else ("scale",)
         for key in set(arguments.get(name) or ()) - {*accepted}:

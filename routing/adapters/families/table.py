@@ -1,4 +1,8 @@
-"""Transformers of diffusers, one a row: of images, of video, of sound."""
+"""Transformers of diffusers, one a row: of images, of video, of sound.
+
+`ACCEPTED` and `SHARED` in __init__.py name what goes together with routing in every class; `accepts` and
+`shared` of a row are what does in this one.
+"""
 
 from routing.adapters.adapter import Adapter, BlockList
 from routing.adapters.families import counts
@@ -18,6 +22,7 @@ from routing.adapters.families.parts import (
     num_reference_tokens,
     of_all,
     part,
+    refuse,
     rope,
     rotary,
     table,
@@ -25,72 +30,49 @@ from routing.adapters.families.parts import (
 )
 
 # What most classes call their arguments, and their lists of blocks.
-TEXT, TEXT_MASK, KWARGS = "encoder_hidden_states", "encoder_attention_mask", "attention_kwargs"
-INPUTS = ("hidden_states", TEXT, "timestep", "return_dict")
-TEMB = (TEXT, "temb")
+TEXT, TEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"
 BLOCKS, SINGLE = "transformer_blocks", "single_transformer_blocks"
-TEXT_TOKENS = "encoder_hidden_states_mask"  # Qwen-Image and others name the mask of the text after its states
-JOINT_KWARGS, CROSS_KWARGS = "joint_attention_kwargs", "cross_attention_kwargs"
-IDS = ("img_ids", "txt_ids")
 # FLUX: attention may have a mask.
-FLUX_MASKED = rope(rotary) | {JOINT_KWARGS: entry("attention_mask", mask)}
+FLUX_MASKED = rope(rotary) | {"joint_attention_kwargs": entry("attention_mask", mask)}
 FLUX_RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
 CHROMA = rope(rotary) | {"attention_mask": joint}  # (N, P + T)
 # CogView: the mask (N, P) is of the text alone.
-RESOLUTION = ("target_size", "crop_coords")
-COGVIEW = BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=(*TEMB, "attention_mask", KWARGS))
+COGVIEW = BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=("attention_mask",))
 # HiDream: (N, T + text, 1, d / 2, 2, 2), (N, T + S).
 HIDREAM = rope(lambda x, kept: kept.gather_between(x)) | {"hidden_states_masks": tokens}
-U_NET = BlockList(BLOCKS, shared=(TEXT, TEXT_MASK))
-U_NET_INPUTS = ("hidden_states", TEXT, TEXT_MASK, "return_dict")
 # Wan: (1, T, 1, d) each, and (N, T, 6, D) where each token has its own timestep, else (N, 6, D).
-WAN = BlockList("blocks", by_token={"rotary_emb": each(tokens), "temb": if_ndim(4, tokens)}, shared=(TEXT,))
-# FramePack and Helios: earlier frames at three resolutions.
-FRAMEPACK_HISTORY = ("clean", "history_2x", "history_4x")
-HELIOS_HISTORY = ("history_short", "history_mid", "history_long")
-GRID = ("num_frames", "height", "width")
+WAN = BlockList("blocks", by_token={"rotary_emb": each(tokens), "temb": if_ndim(4, tokens)})
 LTX_ROTARY = each(lambda x, kept: kept.gather(x, x.ndim - 2))  # (N, T, D), or (N, heads, T, d)
 
 
-def both(output: int, by_token: dict[str, Gather], shared: tuple[str, ...]) -> list[BlockList]:
+def both(output: int, by_token: dict[str, Gather]) -> list[BlockList]:
     """Double and single blocks that take the same arguments."""
-    return [BlockList(name, output=output, by_token=by_token, shared=shared) for name in (BLOCKS, SINGLE)]
+    return [BlockList(name, output=output, by_token=by_token) for name in (BLOCKS, SINGLE)]
 
 
 def hunyuan(joint: bool) -> list[BlockList]:
     """Blocks that take as `args` what others do with the first frame, and leave it alone."""
     keys = {BLOCKS: "freqs_cis", SINGLE: "image_rotary_emb"}
     ways = {name: {key: rotary, "attention_mask": mask_before_text} for name, key in keys.items()}
-    return [BlockList(x, joint=joint, output=0, by_token=ways[x], shared=(*TEMB, "args")) for x in ways]
-
-
-def latents(names: tuple[str, ...]) -> list[str]:
-    """Name the arguments with earlier frames, and with their positions."""
-    return [f"{kind}latents_{name}" for name in names for kind in ("", "indices_")]
+    return [BlockList(x, joint=joint, output=0, by_token=ways[x]) for x in ways]
 
 
 ROWS = {
     # Joint blocks, then single ones whose tokens have registers and text in front.
     "AuraFlowTransformer2DModel": Adapter(
-        [
-            BlockList("joint_transformer_blocks", output=1, shared=(*TEMB, KWARGS)),
-            BlockList("single_transformer_blocks", joint=True, shared=("temb", KWARGS)),
-        ],
-        accepts=(*INPUTS, KWARGS),
+        [BlockList("joint_transformer_blocks", output=1), BlockList("single_transformer_blocks", joint=True)],
         num_prefix_tokens=lambda model, given: model.register_tokens.shape[1] + given[TEXT].shape[1],
     ),
     "BriaTransformer2DModel": Adapter(
-        both(1, rope(rotary), (*TEMB, KWARGS)),
-        accepts=(*INPUTS, *IDS, KWARGS),
-        num_prefix_tokens=length(TEXT),
+        both(1, rope(rotary)), accepts=("img_ids",), num_prefix_tokens=length(TEXT)
     ),
     # A text of its own for each block.
     "BriaFiboTransformer2DModel": Adapter(
         [
-            BlockList(BLOCKS, output=1, by_token=FLUX_MASKED, shared=TEMB),
-            BlockList(SINGLE, joint=True, by_token=FLUX_MASKED, shared=("temb",)),
+            BlockList(BLOCKS, output=1, by_token=FLUX_MASKED),
+            BlockList(SINGLE, joint=True, by_token=FLUX_MASKED),
         ],
-        accepts=(*INPUTS, "text_encoder_layers", *IDS, "guidance", JOINT_KWARGS),
+        accepts=("img_ids", "guidance"),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
     ),
@@ -102,37 +84,26 @@ ROWS = {
             joint=True,
             # (N, P + T + S), (1, P + T + S, d), (N, P + T + S)
             by_token={"attn_mask": mask, "freqs_cis": joint, "noise_mask": joint},
-            shared=("adaln_input", "adaln_noisy", "adaln_clean", TEXT, TEXT_MASK),
         ),
-        accepts=(*INPUTS, TEXT_MASK, "context_latents"),
         num_prefix_tokens=counts.fibo_2_prefix,
         num_suffix_tokens=counts.fibo_2_suffix,
     ),
     "ChromaTransformer2DModel": Adapter(
-        [
-            BlockList(BLOCKS, output=1, by_token=CHROMA, shared=(*TEMB, JOINT_KWARGS)),
-            BlockList(SINGLE, joint=True, by_token=CHROMA, shared=("temb", JOINT_KWARGS)),
-        ],
-        accepts=(*INPUTS, *IDS, "attention_mask", JOINT_KWARGS),
+        [BlockList(BLOCKS, output=1, by_token=CHROMA), BlockList(SINGLE, joint=True, by_token=CHROMA)],
+        accepts=("img_ids", "attention_mask"),
         num_prefix_tokens=length(TEXT),
     ),
     # Positions are added before; they are rotary since CogView 4.
-    "CogView3PlusTransformer2DModel": Adapter(
-        BlockList(BLOCKS, output=0, shared=(TEXT, "emb")), accepts=(*INPUTS, "original_size", *RESOLUTION)
-    ),
-    "CogView4Transformer2DModel": Adapter(
-        COGVIEW, accepts=(*INPUTS, "original_size", *RESOLUTION, "attention_mask", KWARGS)
-    ),
-    "GlmImageTransformer2DModel": Adapter(
-        COGVIEW, accepts=(*INPUTS, "prior_token_id", "prior_token_drop", *RESOLUTION, "attention_mask")
-    ),
-    "DiTTransformer2DModel": Adapter(
-        BlockList(BLOCKS, shared=("timestep", "class_labels")),
-        accepts=("hidden_states", "timestep", "class_labels", "return_dict"),
-    ),
+    "CogView3PlusTransformer2DModel": Adapter(BlockList(BLOCKS, output=0)),
+    "CogView4Transformer2DModel": Adapter(COGVIEW, accepts=("attention_mask",)),
+    "GlmImageTransformer2DModel": Adapter(COGVIEW, accepts=("attention_mask",)),
+    "DiTTransformer2DModel": Adapter(BlockList(BLOCKS), accepts=("class_labels",)),
     # Within U-Nets: attention to the image, then to the text, no positions.
-    "DreamLiteTransformer2DModel": Adapter(U_NET, U_NET_INPUTS),
-    "Transformer2DModel": Adapter(U_NET, U_NET_INPUTS, check=counts.continuous_inputs),
+    "DreamLiteTransformer2DModel": Adapter(BlockList(BLOCKS)),
+    "Transformer2DModel": Adapter(
+        BlockList(BLOCKS),
+        check=refuse("an input of patches or codes", lambda model, given: not model.is_input_continuous),
+    ),
     # One sequence of the image and the text behind it, samples second: (N, T + S, 1, d), six (T + S, N, D)
     # that are the same for all tokens of a sample, (N, 1, 1, T + S).
     "ErnieImageTransformer2DModel": Adapter(
@@ -142,15 +113,11 @@ ROWS = {
             sequence_first=True,
             by_token={"rotary_pos_emb": tokens, "temb": each(leading), "attention_mask": mask},
         ),
-        accepts=("hidden_states", "timestep", "text_bth", "text_lens", "return_dict"),
         num_suffix_tokens=length("text_bth"),
     ),
     "FluxTransformer2DModel": Adapter(
-        both(1, FLUX_MASKED, TEMB),
-        accepts=(
-            *(*INPUTS, "pooled_projections", *IDS, "guidance", JOINT_KWARGS),
-            *(*FLUX_RESIDUALS, "controlnet_blocks_repeat"),
-        ),
+        both(1, FLUX_MASKED),
+        accepts=("pooled_projections", "img_ids", "guidance", *FLUX_RESIDUALS, "controlnet_blocks_repeat"),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
         residuals=FLUX_RESIDUALS,
@@ -158,15 +125,10 @@ ROWS = {
     # Modulations that all blocks share.
     "Flux2Transformer2DModel": Adapter(
         [
-            BlockList(
-                BLOCKS,
-                output=1,
-                by_token=rope(rotary),
-                shared=(TEXT, "temb_mod_img", "temb_mod_txt", JOINT_KWARGS),
-            ),
-            BlockList(SINGLE, joint=True, by_token=rope(rotary), shared=("temb_mod",)),
+            BlockList(BLOCKS, output=1, by_token=rope(rotary)),
+            BlockList(SINGLE, joint=True, by_token=rope(rotary)),
         ],
-        accepts=(*INPUTS, *IDS, "guidance"),
+        accepts=("img_ids", "guidance"),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
     ),
@@ -178,11 +140,10 @@ ROWS = {
                 SINGLE,
                 output=1,
                 by_token={"temb_mod": tokens, **rope(rotary)},
-                shared=(TEXT, "temb_mod_context"),
-                num_suffix_tokens=counts.flux_3_references,
+                num_suffix_tokens=length("image_cond_hidden_states"),
             ),
         ],
-        accepts=(*(*INPUTS, *IDS, "image_cond_hidden_states", "image_cond_ids", "target_timestep"), KWARGS),
+        accepts=("img_ids",),
         num_prefix_tokens=length(TEXT),
     ),
     # Behind the image come two texts, and a third for each block. The model cuts off the text of a block, and
@@ -190,27 +151,15 @@ ROWS = {
     "HiDreamImageTransformer2DModel": Adapter(
         [
             BlockList(
-                "double_stream_blocks",
-                output=0,
-                by_token=HIDREAM,
-                shared=TEMB,
-                num_suffix_tokens=counts.hidream_padding,
+                "double_stream_blocks", output=0, by_token=HIDREAM, num_suffix_tokens=counts.hidream_padding
             ),
-            BlockList(
-                "single_stream_blocks", by_token=HIDREAM, shared=TEMB, num_suffix_tokens=counts.hidream_others
-            ),
+            BlockList("single_stream_blocks", by_token=HIDREAM, num_suffix_tokens=counts.hidream_others),
         ],
-        accepts=(
-            *("hidden_states", "timesteps", "encoder_hidden_states_t5", "encoder_hidden_states_llama3"),
-            *("pooled_embeds", "return_dict", KWARGS),
-        ),
+        accepts=("encoder_hidden_states_t5",),
         whole_between_blocks=True,
     ),
     # In attention the text comes after the image.
-    "HunyuanImageTransformer2DModel": Adapter(
-        both(0, rope(rotary) | {"attention_mask": mask_before_text}, TEMB),
-        accepts=(*INPUTS, TEXT_MASK, KWARGS),
-    ),
+    "HunyuanImageTransformer2DModel": Adapter(both(0, rope(rotary) | {"attention_mask": mask_before_text})),
     # One sequence, padding and text in front of the image; each token has its own role and place, and may
     # have its own timestep: (N, P + T, d) each, (N, 1, P + T, P + T), (N, P + T or 1, D).
     "Ideogram4Transformer2DModel": Adapter(
@@ -219,53 +168,38 @@ ROWS = {
             joint=True,
             by_token=rope(each(joint)) | {"attention_mask": mask, "adaln_input": if_many(joint)},
         ),
-        accepts=(*INPUTS, "position_ids", "segment_ids", "indicator", KWARGS),
         num_prefix_tokens=counts.ideogram_prefix,
     ),
     "JoyImageEditTransformer3DModel": Adapter(
-        BlockList("double_blocks", output=0, by_token=rope(part(0, rotary)), shared=TEMB),
-        accepts=INPUTS,
-        check=counts.joyimage_items,
+        BlockList("double_blocks", output=0, by_token=rope(part(0, rotary))),
+        check=refuse("a row of reference items", lambda model, given: given["hidden_states"].ndim != 5),
     ),
     "JoyImageEditPlusTransformer3DModel": Adapter(
         BlockList(
-            "double_blocks",
-            output=0,
-            by_token=rope(each(tokens)) | {"attention_mask": mask_before_text},
-            shared=TEMB,
+            "double_blocks", output=0, by_token=rope(each(tokens)) | {"attention_mask": mask_before_text}
         ),
-        accepts=(*INPUTS, TEXT_TOKENS, "shape_list"),
         num_suffix_tokens=counts.joyimage_references,
     ),
+    # A mask (N, 1, 1, P + T).
     "Krea2Transformer2DModel": Adapter(
-        BlockList(
-            BLOCKS,
-            joint=True,
-            by_token=rope(rotary) | {"attention_mask": mask},  # (N, 1, 1, P + T)
-            shared=("temb",),
-        ),
-        accepts=(*INPUTS, "position_ids", TEXT_MASK, KWARGS),
+        BlockList(BLOCKS, joint=True, by_token=rope(rotary) | {"attention_mask": mask}),
         num_prefix_tokens=length(TEXT),
     ),
     # Text is in plane 0, references are in plane 2.
     "LongCatImageTransformer2DModel": Adapter(
-        both(1, rope(rotary), TEMB),
-        accepts=(*INPUTS, *IDS),
+        both(1, rope(rotary)),
+        accepts=("img_ids",),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(1),
     ),
     # base_sequence_length, a key of its cross_attention_kwargs, would change how sharply a window attends.
+    # A mask (N, T), a table (1, T, d).
     "LuminaNextDiT2DModel": Adapter(
-        BlockList(
-            "layers",
-            by_token={"attention_mask": mask, **rope(tokens)},  # (N, T), (1, T, d)
-            shared=(*TEMB, "encoder_mask", CROSS_KWARGS),
-        ),
-        accepts=(*INPUTS, "encoder_mask", "image_rotary_emb", CROSS_KWARGS),
+        BlockList("layers", by_token={"attention_mask": mask, **rope(tokens)}),
+        accepts=("image_rotary_emb",),
     ),
     "Lumina2Transformer2DModel": Adapter(
-        BlockList("layers", joint=True, by_token=rope(joint), shared=("temb",)),  # (N, P + T, d)
-        accepts=(*INPUTS, TEXT_MASK, KWARGS),
+        BlockList("layers", joint=True, by_token=rope(joint)),  # (N, P + T, d),
         num_prefix_tokens=counts.lumina_2_prefix,
     ),
     # The image attends to itself and the text at once, with a mask (N, T + P); experts choose among the
@@ -273,45 +207,30 @@ ROWS = {
     "NucleusMoEImageTransformer2DModel": Adapter(
         BlockList(
             BLOCKS,
-            by_token=rope(part(0, table)) | {KWARGS: entry("attention_mask", mask_before_text)},
-            shared=TEMB,
+            by_token=rope(part(0, table)) | {"attention_kwargs": entry("attention_mask", mask_before_text)},
         ),
-        accepts=(*INPUTS, TEXT_TOKENS, "img_shapes", KWARGS),
     ),
     # Text with reference images, the timestep, and the image in one sequence.
     "OmniGenTransformer2DModel": Adapter(
         BlockList("layers", joint=True, by_token={"attention_mask": mask, **rope(rotary)}),
-        accepts=(
-            *("hidden_states", "timestep", "input_ids", "input_img_latents", "input_image_sizes"),
-            *("attention_mask", "position_ids", "return_dict"),
-        ),
+        accepts=("attention_mask",),
         num_prefix_tokens=lambda model, given: given["input_ids"].shape[1] + 1,
     ),
     "OvisImageTransformer2DModel": Adapter(
-        both(1, rope(rotary), (*TEMB, JOINT_KWARGS)),
-        accepts=(*INPUTS, *IDS, JOINT_KWARGS),
-        num_prefix_tokens=length(TEXT),
+        both(1, rope(rotary)), accepts=("img_ids",), num_prefix_tokens=length(TEXT)
     ),
     "PixArtTransformer2DModel": Adapter(
-        BlockList(
-            BLOCKS, by_token={"attention_mask": mask}, shared=(TEXT, TEXT_MASK, "timestep", CROSS_KWARGS)
-        ),
-        accepts=(*INPUTS, "added_cond_kwargs", CROSS_KWARGS, "attention_mask", TEXT_MASK),
+        BlockList(BLOCKS, by_token={"attention_mask": mask}),
+        accepts=("added_cond_kwargs", "attention_mask"),
     ),
     # Image tokens attend to image and text; the text, of which the mask is, passes through no block.
     "PRXTransformer2DModel": Adapter(
-        BlockList("blocks", by_token=rope(along(2)), shared=(*TEMB, "attention_mask")),  # (1, 1, T, ...)
-        accepts=(*INPUTS, "attention_mask"),
+        BlockList("blocks", by_token=rope(along(2)), shared=("attention_mask",)),  # (1, 1, T, ...)
+        accepts=("attention_mask",),
     ),
-    # Two tables of complex numbers: of the image, of the text.
+    # Two tables of complex numbers: of the image, of the text; modulate_index (N, T + S).
     "QwenImageTransformer2DModel": Adapter(
-        BlockList(
-            BLOCKS,
-            output=1,
-            by_token=rope(part(0, table)) | {"modulate_index": tokens},  # (N, T + S)
-            shared=(*TEMB, TEXT_TOKENS, JOINT_KWARGS),
-        ),
-        accepts=(*INPUTS, TEXT_TOKENS, "img_shapes", "additional_t_cond", KWARGS),
+        BlockList(BLOCKS, output=1, by_token=rope(part(0, table)) | {"modulate_index": tokens}),
         num_suffix_tokens=counts.qwen_references,
     ),
     # One sequence: text and reference images, which do not see what comes after them, then the image.
@@ -322,31 +241,23 @@ ROWS = {
             BLOCKS,
             joint=True,
             by_token={"rotary_emb": joint_table, "key_valid": joint, "target_token_mask": leading},
-            shared=("modulation", "segments"),
         ),
-        accepts=(*INPUTS, TEXT_TOKENS, "img_shapes", "img_mask", KWARGS),
         num_prefix_tokens=counts.qwen_21_prefix,
     ),
     "SD3Transformer2DModel": Adapter(
-        BlockList(BLOCKS, output=1, shared=(*TEMB, JOINT_KWARGS)),
-        accepts=(*INPUTS, "pooled_projections", JOINT_KWARGS, "block_controlnet_hidden_states"),
+        BlockList(BLOCKS, output=1),
+        accepts=("pooled_projections", "block_controlnet_hidden_states"),
         residuals=("block_controlnet_hidden_states",),
     ),
     # One sequence of the image, its padding, and the text; the refiners before it are not routed.
+    # A table (N, T + S, d), a mask (N, T + S).
     "ZImageTransformer2DModel": Adapter(
-        BlockList(
-            "layers",
-            tokens="x",
-            by_token={"freqs_cis": tokens, "attn_mask": mask},  # (N, T + S, d), (N, T + S)
-            shared=("adaln_input",),
-        ),
-        accepts=("x", "t", "cap_feats", "return_dict", JOINT_KWARGS),
+        BlockList("layers", tokens="x", by_token={"freqs_cis": tokens, "attn_mask": mask}),
         num_suffix_tokens=counts.z_image_suffix,
     ),
     # The coordinates of tokens, three (1, T), are looked up in tables.
     "AllegroTransformer3DModel": Adapter(
-        BlockList(BLOCKS, by_token=rope(part(1, each(tokens))), shared=(*TEMB, TEXT_MASK)),
-        accepts=(*INPUTS, TEXT_MASK, "image_rotary_emb"),
+        BlockList(BLOCKS, by_token=rope(part(1, each(tokens)))), accepts=("image_rotary_emb",)
     ),
     "AnyFlowTransformer3DModel": Adapter(
         BlockList(
@@ -356,19 +267,15 @@ ROWS = {
                 "rotary_emb": lambda tables, kept: {k: along(2)(x, kept) for k, x in tables.items()},
                 "temb": tokens,  # (N, T, 6, D)
             },
-            shared=(TEXT,),
-        ),
-        accepts=(*INPUTS, "r_timestep"),
+        )
     ),
-    "ChronoEditTransformer3DModel": Adapter(WAN, (*INPUTS, KWARGS)),
+    "ChronoEditTransformer3DModel": Adapter(WAN),
     # Joint blocks, with rotary positions or positions that are added before.
     "CogVideoXTransformer3DModel": Adapter(
-        BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=(*TEMB, KWARGS)),
-        accepts=(*INPUTS, "image_rotary_emb", KWARGS),
+        BlockList(BLOCKS, output=0, by_token=rope(rotary)), accepts=("image_rotary_emb",)
     ),
     "ConsisIDTransformer3DModel": Adapter(
-        BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=TEMB),
-        accepts=(*INPUTS, "image_rotary_emb", KWARGS, "id_cond", "id_vit_hidden"),
+        BlockList(BLOCKS, output=0, by_token=rope(rotary)), accepts=("image_rotary_emb",)
     ),
     # Learned positions are added in each block; (N, T, D) where frames have timesteps of their own.
     "CosmosTransformer3DModel": Adapter(
@@ -380,13 +287,11 @@ ROWS = {
                 "embedded_timestep": if_ndim(3, tokens),
                 "temb": if_ndim(3, tokens),
             },
-            shared=(TEXT, "attention_mask"),
+            shared=("attention_mask",),
         ),
-        accepts=(*INPUTS, "attention_mask", "condition_mask", "padding_mask", "fps"),
+        accepts=("attention_mask", "fps"),
     ),
-    "EasyAnimateTransformer3DModel": Adapter(
-        BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=TEMB), accepts=INPUTS
-    ),
+    "EasyAnimateTransformer3DModel": Adapter(BlockList(BLOCKS, output=0, by_token=rope(rotary))),
     # The tokens of earlier frames come first, and a timestep for each token.
     "HeliosTransformer3DModel": Adapter(
         BlockList(
@@ -397,42 +302,28 @@ ROWS = {
                 "temb": joint,  # (N, P + T, 6, D)
                 "original_context_length": lambda length, kept: kept.ids.shape[1],
             },
-            shared=(TEXT,),
         ),
-        accepts=(*INPUTS, "indices_hidden_states", KWARGS, *latents(HELIOS_HISTORY)),
-        num_prefix_tokens=counts.history(HELIOS_HISTORY),
+        num_prefix_tokens=counts.history(("history_short", "history_mid", "history_long")),
     ),
     # Double blocks, then single ones; in attention the text comes last.
     "HunyuanVideoTransformer3DModel": Adapter(
-        hunyuan(joint=False),
-        accepts=(*INPUTS, TEXT_MASK, "pooled_projections", "guidance", KWARGS),
+        hunyuan(joint=False), accepts=("pooled_projections", "guidance")
     ),
     # No single blocks; the mask is of the text alone.
     "HunyuanVideo15Transformer3DModel": Adapter(
-        BlockList(BLOCKS, output=0, by_token={"freqs_cis": rotary}, shared=(*TEMB, "attention_mask")),
-        accepts=(
-            *(*INPUTS, TEXT_MASK, "encoder_hidden_states_2", "encoder_attention_mask_2"),
-            *("image_embeds", KWARGS),
-        ),
+        BlockList(BLOCKS, output=0, by_token={"freqs_cis": rotary}, shared=("attention_mask",)),
+        accepts=("encoder_hidden_states_2", "encoder_attention_mask_2"),
     ),
     # FramePack: the tokens of earlier frames come before those that are generated.
     "HunyuanVideoFramepackTransformer3DModel": Adapter(
         hunyuan(joint=True),
-        accepts=(
-            *(*INPUTS, TEXT_MASK, "pooled_projections", "guidance", KWARGS),
-            *("image_embeds", "indices_latents", *latents(FRAMEPACK_HISTORY)),
-        ),
-        num_prefix_tokens=counts.history(FRAMEPACK_HISTORY, patch_size=(1, 2, 2)),
+        accepts=("pooled_projections", "guidance"),
+        num_prefix_tokens=counts.history(("clean", "history_2x", "history_4x"), patch_size=(1, 2, 2)),
     ),
-    # Rotary positions, one matrix for each pair.
+    # Rotary positions (N, T, 1, d, 2, 2), one matrix for each pair.
     "Kandinsky5Transformer3DModel": Adapter(
-        BlockList(
-            "visual_transformer_blocks",
-            tokens="visual_embed",
-            by_token={"rope": tokens},  # (N, T, 1, d, 2, 2)
-            shared=("text_embed", "time_embed"),
-        ),
-        accepts=(*INPUTS, "pooled_projections", "visual_rope_pos", "text_rope_pos"),
+        BlockList("visual_transformer_blocks", tokens="visual_embed", by_token={"rope": tokens}),
+        accepts=("pooled_projections", "visual_rope_pos"),
     ),
     # Without sound, whose queries attend to the video: the proof does not see them.
     "Kandinsky6Transformer3DModel": Adapter(
@@ -441,14 +332,13 @@ ROWS = {
             tokens="vis",
             output=0,
             by_token={"vis_rope": of_all},  # (T, 1, d, 2, 2)
-            shared=("text_v", "text_a", "time_embed", "attn_mask"),
+            shared=("attn_mask",),
         ),
-        accepts=(*INPUTS, "pooled_projections", TEXT_MASK),
+        accepts=("pooled_projections",),
     ),
     # LTX: temb (N, T, D) where each token has its own timestep, else (N, 1, D).
     "LTXVideoTransformer3DModel": Adapter(
-        BlockList(BLOCKS, by_token=rope(each(tokens)) | {"temb": if_many(tokens)}, shared=(TEXT, TEXT_MASK)),
-        accepts=(*INPUTS, TEXT_MASK, *GRID, KWARGS),
+        BlockList(BLOCKS, by_token=rope(each(tokens)) | {"temb": if_many(tokens)})
     ),
     # The tokens of sound are never routed.
     "LTX2VideoTransformer3DModel": Adapter(
@@ -459,38 +349,18 @@ ROWS = {
                 **dict.fromkeys(("video_rotary_emb", "ca_video_rotary_emb"), LTX_ROTARY),
                 **dict.fromkeys(("temb", "temb_ca_scale_shift", "temb_ca_gate"), if_many(tokens)),
             },
-            shared=(
-                *("audio_hidden_states", TEXT, "audio_encoder_hidden_states"),
-                *(TEXT_MASK, "audio_encoder_attention_mask"),
-                *("temb_audio", "temb_ca_audio_scale_shift", "temb_ca_audio_gate"),
-                *("audio_rotary_emb", "ca_audio_rotary_emb"),
-                *("use_a2v_cross_attention", "use_v2a_cross_attention", "all_perturbed"),
-            ),
         ),
-        accepts=(
-            *(*INPUTS, TEXT_MASK, *GRID, KWARGS),
-            *("audio_hidden_states", "audio_encoder_hidden_states", "audio_encoder_attention_mask"),
-            *("audio_timestep", "audio_num_frames", "isolate_modalities"),
-        ),
+        accepts=("audio_hidden_states",),
     ),
     "SanaWMLTX2RefinerTransformer3DModel": Adapter(
-        BlockList(
-            BLOCKS,
-            by_token={"video_rotary_emb": LTX_ROTARY, "temb": if_many(tokens)},
-            shared=(TEXT, TEXT_MASK),
-        ),
-        accepts=(*INPUTS, TEXT_MASK, "video_rotary_emb", KWARGS),
+        BlockList(BLOCKS, by_token={"video_rotary_emb": LTX_ROTARY, "temb": if_many(tokens)}),
     ),
     # Learned rotary positions of each head, (T, heads, d / 2) each.
-    "MochiTransformer3DModel": Adapter(
-        BlockList(BLOCKS, output=0, by_token=rope(each(of_all)), shared=(*TEMB, TEXT_MASK)),
-        accepts=(*INPUTS, TEXT_MASK),
-    ),
+    "MochiTransformer3DModel": Adapter(BlockList(BLOCKS, output=0, by_token=rope(each(of_all)))),
     # Double blocks, then single ones; in attention the text comes last, and is seen once more.
     "MotifVideoTransformer3DModel": Adapter(
-        both(0, rope(rotary) | {"attention_mask": mask_before_text}, (*TEMB, "image_embed_seq_len")),
-        accepts=(*INPUTS, TEXT_MASK, "image_embeds", KWARGS),
-        check=counts.motif_decoder,
+        both(0, rope(rotary) | {"attention_mask": mask_before_text}),
+        check=refuse("num_decoder_layers={}", lambda model, given: model.num_decoder_layers),
     ),
     "SkyReelsV2Transformer3DModel": Adapter(
         BlockList(
@@ -500,58 +370,34 @@ ROWS = {
                 "temb": if_ndim(4, along(2)),  # (N, 6, T, D) where each frame has its own timestep
                 "attention_mask": mask,
             },
-            shared=(TEXT,),
         ),
-        accepts=(*INPUTS, KWARGS, "enable_diffusion_forcing"),
     ),
-    "WanTransformer3DModel": Adapter(WAN, (*INPUTS, KWARGS, "encoder_hidden_states_image")),
+    "WanTransformer3DModel": Adapter(WAN, accepts=("encoder_hidden_states_image",)),
     # Every second block attends within a window of positions, by a mask.
     "AceStepTransformer1DModel": Adapter(
-        BlockList(
-            "layers", by_token={"position_embeddings": rotary, "attention_mask": mask}, shared=("temb", TEXT)
-        ),
-        accepts=(*INPUTS, "context_latents", "timestep_r", KWARGS),
-        check=counts.ace_step_backend,
+        BlockList("layers", by_token={"position_embeddings": rotary, "attention_mask": mask}),
+        accepts=("timestep_r",),
+        check=refuse("the attention backend {}", counts.ace_step_backend),
     ),
     "LongCatAudioDiTTransformer": Adapter(
-        BlockList(
-            "blocks",
-            by_token={"rope": rotary, "mask": mask},
-            shared=("timestep_embed", "cond", "cond_mask", "cond_rope", "adaln_global_out"),
-        ),
-        accepts=(*INPUTS, TEXT_MASK, "attention_mask", "latent_cond"),
+        BlockList("blocks", by_token={"rope": rotary, "mask": mask}), accepts=("attention_mask",)
     ),
     # The timestep is a token before the latents.
     "MiniMaxMusic3Transformer1DModel": Adapter(
         BlockList(BLOCKS, joint=True, by_token={"rotary_emb": rotary}),
-        accepts=INPUTS,
         num_prefix_tokens=lambda model, given: 1,
     ),
     # Global states come before the latents.
     "StableAudioDiTModel": Adapter(
-        BlockList(
-            BLOCKS,
-            joint=True,
-            by_token={"rotary_embedding": rotary, "attention_mask": mask},
-            shared=(TEXT, TEXT_MASK),
-        ),
-        accepts=(*INPUTS, "global_hidden_states", "rotary_embedding", "attention_mask", TEXT_MASK),
+        BlockList(BLOCKS, joint=True, by_token={"rotary_embedding": rotary, "attention_mask": mask}),
+        accepts=("attention_mask",),
         num_prefix_tokens=length("global_hidden_states"),
     ),
     # Memory tokens come before the latents; what is painted in, each block adds to the latents.
     "StableAudio3DiTModel": Adapter(
-        BlockList(
-            BLOCKS,
-            joint=True,
-            by_token={"rope": joint_table, "local_seq": tokens},
-            shared=("context", "global_modulation", "num_memory_tokens"),
-        ),
-        accepts=(*INPUTS, TEXT_MASK, "global_hidden_states", "local_add_cond"),
+        BlockList(BLOCKS, joint=True, by_token={"rope": joint_table, "local_seq": tokens}),
         num_prefix_tokens=lambda model, given: model.config.num_memory_tokens,
     ),
     # Spectrograms: attention to frames, then to encodings, with a row of keys (N, 1, T, L) for each query.
-    "T5FilmDecoder": Adapter(
-        BlockList("decoders", output=0, by_token={TEXT_MASK: along(-2)}, shared=("conditioning_emb", TEXT)),
-        accepts=("encodings_and_masks", "decoder_input_tokens", "decoder_noise_time"),
-    ),
+    "T5FilmDecoder": Adapter(BlockList("decoders", output=0, by_token={TEXT_MASK: along(-2)})),
 }
