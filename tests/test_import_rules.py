@@ -217,19 +217,19 @@ def test_no_file_of_the_project_names_an_absolute_path():
 # Lines of each room, so that it stays readable. Whoever needs more raises a number, and says why beside it.
 BUDGET = {
     "programs": 270,
-    "benchmarks": 2300,
+    "benchmarks": 2260,
     "builders": 2740,  # drawing, which was in diffusion before
-    "data": 3330,
+    "data": 3320,
     "diffusion": 1850,
     "evaluation": 1910,
     "examples": 490,
     "models": 1000,
-    "reports": 750,
-    "routing": 2860,
+    "reports": 720,
+    "routing": 2720,
     "runtime": 1960,  # nodes of a configuration, from builders, the one loop over parts, and pictures
-    "study": 1000,
-    "tests": 21750,
-    "training": 2280,
+    "study": 980,
+    "tests": 21720,
+    "training": 2235,
 }
 MAX_CORE_LINES = 3000
 
