@@ -59,7 +59,7 @@ class ImageModel:
     guidance: Guidance
     decode: Callable[[torch.Tensor], np.ndarray]
     device: torch.device
-    classes: np.ndarray
+    classes: Sequence[int] | np.ndarray
     class_names: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
@@ -201,7 +201,7 @@ class Drawing:
 
     def labels(self, start: int = 0, end: int | None = None) -> np.ndarray | None:
         """Labels of the samples from `start` to `end`; None for an unconditional network."""
-        end, classes, first = end or self.count, self.model.classes, self.options.first_seed
+        end, classes, first = end or self.count, np.asarray(self.model.classes), self.options.first_seed
         if self.options.class_label is not None:
             return np.full(end - start, self.options.class_label)
         if not len(classes):

@@ -226,7 +226,7 @@ BUDGET = {
     "models": 1000,
     "reports": 720,
     "routing": 2720,
-    "runtime": 1960,  # nodes of a configuration, from builders, the one loop over parts, and pictures
+    "runtime": 1970,  # nodes of a configuration, from builders, the one loop over parts, and pictures
     "study": 980,
     "tests": 21720,
     "training": 2235,

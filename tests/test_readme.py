@@ -76,7 +76,7 @@ PARSERS = {"benchmarks.gpu": gpu.parse, "study.twins": twins.parse}
 CHECKS = {
     "evaluation.fetch": lambda request: [check_choice("files", f, PUBLISHED) for f in request["files"]],
     "fid.py": check_request,
-    "data.encode": encode.check_request,
+    "data.encode": lambda request: encode.check_request(encode.EncodeConfig(**request)),
     "examples.finetune": lambda request: finetune.check_request(finetune.FinetuneConfig(**request)),
 }
 

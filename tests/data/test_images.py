@@ -55,8 +55,8 @@ def test_processes_share_images_without_gaps_or_doubles(tmp_path, count, batch_s
         seen = []
         for process in range(num_processes):
             mine = range(process, -(-count // batch_size), num_processes)
-            for part, batch, _ in open_images(path).batches(batch_size, mine):
-                seen += zip(range(part * batch_size, count), batch, strict=False)
+            for part in open_images(path).batches(batch_size, mine):
+                seen += zip(range(part.index * batch_size, count), part.images, strict=False)
         assert sorted(i for i, _ in seen) == list(range(count))
         assert all((image == IMAGES[i]).all() for i, image in seen)
 
