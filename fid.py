@@ -43,10 +43,10 @@ configuration.register("fid", ScoreConfig)
 def main(cfg: DictConfig) -> None:
     """Check the request, and score or write a reference."""
     with user_mistakes():
-        request = configuration.resolve(cfg)
+        request = configuration.resolve(cfg, ScoreConfig)
         suite, drawn = check_request(request)
         launch = start_process(timeout=PATIENCE)
-        if request["mode"] == "reference":
+        if request.mode == "reference":
             write_reference(request, suite.arguments, launch)
         else:
             out = score(request, suite, drawn, launch)
@@ -55,14 +55,14 @@ def main(cfg: DictConfig) -> None:
                 launch.print(f"sweep {table}" if table else "sweep: one record")
 
 
-def score(request: dict[str, Any], node: Node, drawn: DrawRequest | None, launch: Launch) -> Path:
+def score(request: ScoreConfig, node: Node, drawn: DrawRequest | None, launch: Launch) -> Path:
     """Score samples, print the scores and save them with a record; a sweep passes over what has one."""
     samples = FileSamples(request) if drawn is None else NetworkSamples(request, drawn, launch)
     suite = open_suite(node, request, samples.out, launch)
     suite.check(samples.count, samples.shape, samples.name)
     cache = samples.cache(suite)
-    described = {"suite": request["suite"], "protocol": suite.describe()}
-    passes_over = is_sweep() and not request["overwrite"]
+    described = {"suite": request.suite, "protocol": suite.describe()}
+    passes_over = is_sweep() and not request.overwrite
     if passes_over and launch.broadcast_from_main(lambda: is_scored(samples, described)):
         launch.print(f"{samples.out} is there already")
         return samples.out
@@ -70,7 +70,7 @@ def score(request: dict[str, Any], node: Node, drawn: DrawRequest | None, launch
     if any(metric.needs_labels for metric in suite.metrics):
         labels = samples.labels()
         suite.check_labels(labels, samples.name)
-    with launch.claimed_by_main("out", samples.out, (), request["overwrite"]):
+    with launch.claimed_by_main("out", samples.out, (), request.overwrite):
         scored = launch.broadcast_from_main(samples.record)
         scores = suite.score(samples.images, labels, cache)
         others = comparisons(suite, samples.count)

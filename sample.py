@@ -41,20 +41,20 @@ configuration.register("sample", SampleConfig)
 def main(cfg: DictConfig) -> None:
     """Load the averaged weights of a run and sample from them."""
     with user_mistakes():
-        request = configuration.resolve(cfg)
-        check_positive("grid_columns", request["grid_columns"])
-        if request["output"] and not request["output"].endswith(".npz"):
-            raise ValueError(f"output={request['output']} must end in .npz; picture and record take its name")
+        request = configuration.resolve(cfg, SampleConfig)
+        check_positive("grid_columns", request.grid_columns)
+        if request.output and not request.output.endswith(".npz"):
+            raise ValueError(f"output={request.output} must end in .npz; picture and record take its name")
         drawn = read_request(request)
         launch = start_process(timeout=PATIENCE)
         model, name, record = open_model(drawn, launch)
-        output = place_of("output", request["output"], drawn.folder, f"samples/{name}.npz")
+        output = place_of("output", request.output, request.folder, f"samples/{name}.npz")
         folder = output.with_name(f"{output.name}.partial")
-        may_replace = request["overwrite"] or folder.is_dir()  # a job stopped while it joined its parts
+        may_replace = request.overwrite or folder.is_dir()  # a job stopped while it joined its parts
         with launch.claimed_by_main("output", output, beside(output), may_replace):
             key = cache_key(record, launch.device)
-            images, cache = start_drawing(model, record, folder, key, launch, request["overwrite"])
-            grid = GrowingGrid(images, cache, request["grid_columns"])
+            images, cache = start_drawing(model, record, folder, key, launch, request.overwrite)
+            grid = GrowingGrid(images, cache, request.grid_columns)
             num_bytes = math.prod(images.shape) * (images.count + images.part_size * len(cache.missing()))
             launch.broadcast_from_main(lambda: check_room("output", output, num_bytes))
             if launch.broadcast_from_main(cache.start):

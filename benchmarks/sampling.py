@@ -1,9 +1,8 @@
-"""The cost of sampling. Images per second are for 40 Heun steps, 79 evaluations of the network.
-
-    python -m benchmarks.sampling
+"""The cost of sampling, the stage `sample` of `python -m benchmarks.gpu`. Images per second are for 40 Heun
+steps, 79 evaluations of the network.
 
 Times what `sample.py` does by default against eager fp32, in turn: on a CPU the network of the demo and
-DiT-S/2 at 256 tokens, on a GPU DiT-XL/2, as the stage `sample` of `python -m benchmarks.gpu` does.
+DiT-S/2 at 256 tokens, on a GPU DiT-XL/2.
 """
 
 import os
@@ -13,32 +12,29 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 
-from benchmarks.processes import Answers, Worker, program_parser, take_turns
-from benchmarks.results import RESULTS, Record, Rows, markdown, spread
+from benchmarks.processes import Answers, Worker, take_turns
+from benchmarks.results import Rows, spread
 from benchmarks.runs import compose, perturb
 from benchmarks.train_step import peaks_of, seconds_of
 from builders.drawing import LEFT_OPEN, Drawing, DrawOptions, ImageModel
 from diffusion import CFG, edm_sampler
 from models import cost_of
-from runtime.config import run_main
 from runtime.machine import start_process
 from runtime.memory import peak_gib
-from runtime.provenance import environment
-from runtime.tables import aligned
 from training.speed import speedup
 
 GUIDANCE_SCALE, NUM_STEPS, REPEATS = 1.5, 40, 5
 NUM_TIMED = 3  # evaluations of a call, two steps of Heun
 TURN_SEC = {"cpu": 3.0, "cuda": 1.0}
 LATENTS = ("data=synthetic", "data.input_size=32", "data.num_classes=1000")
-XL = (*LATENTS, "model/size=xl_2")
 TINY = (*LATENTS, "model.hidden_size=32", "model.num_heads=4", "model.depth=4", "model.patch_size=4")
 SIZES = {
     "cpu": {"the demo's network": ("data=digits",), "S/2, 256 tokens": (*LATENTS, "model/size=s_2")},
-    "cuda": {"XL/2, 256 tokens": XL},
+    "cuda": {"as sample.py": (*LATENTS, "model/size=xl_2")},
 }
 # What sample.py is compared with, as keys of it; None: as by default.
 WAYS = {
@@ -63,18 +59,9 @@ COLUMNS = {
 
 def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
     """What measures whole batches; see `benchmarks.gpu`."""
-    size, repeats, turn_sec = (TINY, 1, 0.0) if tiny else (XL, REPEATS, TURN_SEC[device.type])
-    return {"as sample.py": partial(as_sampled, size, device, repeats, turn_sec)}
-
-
-def main() -> None:
-    """Measure, print and record."""
-    program_parser("benchmarks.sampling", __doc__).parse_args()
-    device = start_process().device
-    record = Record("sampling", RESULTS, environment(device))
-    for name, size in SIZES[device.type].items():
-        record.add(name, as_sampled(size, device, REPEATS, TURN_SEC[device.type]))
-    print(aligned(markdown(record.rows, COLUMNS)))
+    sizes = {"as sample.py": TINY} if tiny else SIZES[device.type]
+    repeats, turn_sec = (1, 0.0) if tiny else (REPEATS, TURN_SEC[device.type])
+    return {name: partial(as_sampled, size, device, repeats, turn_sec) for name, size in sizes.items()}
 
 
 def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int, turn_sec: float) -> Rows:
@@ -112,7 +99,7 @@ def drawing(
         CFG(GUIDANCE_SCALE if guided else 1.0),
         lambda latents: latents.cpu().numpy(),
         launch.device,
-        range(1000),
+        np.arange(1000),
     )
     if asked:  # as before: what a step frees goes back to the kernel
         os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"
@@ -140,7 +127,3 @@ def build(size: tuple[str, ...], device: torch.device) -> nn.Module:
     net = experiment.net(device)
     perturb(net)
     return experiment.precond(net).eval().requires_grad_(False)
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,7 +1,7 @@
 """The time of a training step: against a plain step, and routed against dense, at several lengths and masks.
 
-    python -m benchmarks.train_step                    the standard rows of this device: half an hour on two
-                                                       cores; the record goes to benchmarks/results/
+    python -m benchmarks.gpu OUT step                  the standard rows of this device: half an hour on two
+                                                       cores
     python -m benchmarks.train_step model/size=b_2 train.batch_size=64 train.compile=false
                                                        one setting, in the keys of train.py, printed
 
@@ -108,25 +108,20 @@ def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
 
 
 def main() -> None:
-    """Measure, print and record."""
+    """Measure one setting, print it, and record it under a name if one is given."""
     device = start_process().device
     parser = program_parser("benchmarks.train_step", __doc__)
-    parser.add_argument("overrides", nargs="*", help="keys of train.py; none: the standard rows")
+    parser.add_argument("overrides", nargs="+", help="keys of train.py")
     parser.add_argument("--repeats", type=int, default=REPEATS[device.type], help="turns of each process")
-    parser.add_argument("--record", help="name of the record; none for one setting unless it is given")
+    parser.add_argument("--record", help="name of a record in benchmarks/results")
     asked = parser.parse_intermixed_args()
     if any(override.startswith(("model=", "data=", "data.")) for override in asked.overrides):
         parser.error("model and data are set here: both dense and routed steps are timed, on noise")
-    settings, name = standard_settings(device), asked.record or "train_step"
-    if asked.overrides:
-        settings, name = [Setting("given", tuple(asked.overrides), plain=True)], asked.record
-    record = Record(name, RESULTS, environment(device)) if name else None
-    peaks = peaks_of(device)
-    for setting in settings:
-        rows = measure(setting, asked.repeats, peaks)
-        print(aligned(markdown(rows, COLUMNS)), flush=True)
-        if record:
-            record.add(setting.name, rows)
+    record = Record(asked.record, RESULTS, environment(device)) if asked.record else None
+    rows = measure(Setting("given", tuple(asked.overrides), plain=True), asked.repeats, peaks_of(device))
+    print(aligned(markdown(rows, COLUMNS)))
+    if record:
+        record.add("given", rows)
 
 
 def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:

@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -19,6 +19,7 @@ from runtime.nodes import read_nodes
 from runtime.sweep import key_of, sweep_arguments, swept_keys
 from runtime.targets import CONFIGS
 
+T = TypeVar("T")
 MAX_NAME = 160
 PLAIN_VALUE = re.compile(r"-?[\w.]+(e-\d+)?", re.ASCII)  # which a folder's name shows as it is
 NAMED_ALWAYS = ("model", "model/size", "data")
@@ -80,9 +81,9 @@ def _chosen_groups(overrides: Iterable[str]) -> Iterator[str]:
             yield f"{group.rpartition('/')[2]}-{choice}"
 
 
-def resolve(cfg: DictConfig) -> dict[str, Any]:
-    """Resolve a configuration into plain types, and check keys, targets and arguments."""
-    return resolve_nodes(cfg)[0]
+def resolve(cfg: DictConfig, schema: type[T]) -> T:
+    """The request of a program, as its schema types it; keys, targets and arguments are checked."""
+    return schema(**resolve_nodes(cfg)[0])
 
 
 def resolve_nodes(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:

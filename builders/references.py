@@ -1,7 +1,7 @@
 """References to score against: of the training images of latents, or made from images."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from runtime.files import sha256, write_json
 from runtime.launch import Launch
 from runtime.parts import digest_of
 from runtime.provenance import environment
+
+if TYPE_CHECKING:
+    from builders.scoring import ScoreConfig
 
 MAX_REFERENCE_BYTES = 2**33
 
@@ -31,42 +34,29 @@ def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
     return Reference(name, images=ArrayImages(images), labels=labels, held_out=held_out, data=data)
 
 
-def of_latents(request: dict[str, Any]) -> Reference:
+def of_latents(path: str) -> Reference:
     """The training images of a folder of latents."""
-    manifest, name = read_manifest(request["reference"]), f"reference={request['reference']}"
-    sizes = (manifest.input_size, manifest.in_channels, manifest.num_classes)
-    dataset = open_latents(request["reference"], *sizes)
-    return reference_of(dataset, encoder_for(manifest, torch.device("cpu")), name)
+    manifest = read_manifest(path)
+    dataset = open_latents(path, manifest.input_size, manifest.in_channels, manifest.num_classes)
+    return reference_of(dataset, encoder_for(manifest, torch.device("cpu")), f"reference={path}")
 
 
-def features_folder(request: dict[str, Any], out: Path) -> Path:
-    """Folder of finished parts of features."""
-    folder = Path(request["features"] or out.parent / "features")
-    for key in ("samples", "images"):
-        looked_at = request[key] and Path(request[key]).resolve()
-        if looked_at and folder.resolve().is_relative_to(looked_at):
-            raise ValueError(f"features={folder} must not be inside {key}={request[key]}")
-    if folder.is_symlink() and not request["features"]:
-        raise ValueError(f"{folder} is a link, which may lead anywhere: give features=FOLDER")
-    return folder
-
-
-def write_reference(request: dict[str, Any], suite: dict[str, Any], launch: Launch) -> None:
+def write_reference(request: "ScoreConfig", suite: dict[str, Any], launch: Launch) -> None:
     """Write a reference from images, with a record beside it; the keys of a suite choose the network."""
-    source, file = Path(request["images"]), Path(request["out"])
-    images = open_images(source, request["resolution"])
+    source, file, resolution = Path(str(request.images)), Path(str(request.out)), request.resolution
+    images = open_images(source, resolution)
     if images.count < 2 or images.shape[-1] != 3:
         raise ValueError(f"images={source}: {images.count} of {images.shape}, must be 2 or more of (H, W, 3)")
     beside = file.with_suffix(".json")
-    with launch.claimed_by_main("out", file, [beside], request["overwrite"]):
+    with launch.claimed_by_main("out", file, [beside], request.overwrite):
         detector = InceptionDetector(suite["weights"], launch.device, suite["allow_unpublished_weights"])
-        key = {"images": fingerprint(source), "resolution": request["resolution"], **code_of(detector)}
+        key = {"images": fingerprint(source), "resolution": resolution, **code_of(detector)}
         key["batch_size"] = batch_size = suite["batch_size"]
-        path = features_folder(request, file) / f"reference-{digest_of(key)}"
+        path = request.features_folder(file) / f"reference-{digest_of(key)}"
         cache = new_cache(images, path, key, batch_size)
         found = make_reference(detector, images, file, batch_size, launch, cache)
         if launch.is_main:
-            origin = {"path": str(source), "sha256": fingerprint(source), "resolution": request["resolution"]}
+            origin = {"path": str(source), "sha256": fingerprint(source), "resolution": resolution}
             origin |= {"orientation": None if source.suffix == ".npz" else ORIENTATION}
             record = {**found, "sha256": sha256(file), "images": origin, "weights": detector.record}
             record |= {"num_processes": launch.world_size, "environment": environment(launch.device)}

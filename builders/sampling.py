@@ -35,6 +35,8 @@ from training.run_folder import RunFolder
 from training.weights import find_mismatch, load_weights, read_weights
 
 MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
+GROUPS = ("sampler", "guidance")
+SETTINGS = (*(option.name for option in fields(DrawOptions)), "decoding", *GROUPS)
 NAMED = {"num_steps": None, "guidance_scale": None}  # keys that have words of their own in a name
 
 
@@ -42,6 +44,7 @@ NAMED = {"num_steps": None, "guidance_scale": None}  # keys that have words of t
 class SamplingConfig:
     """What is drawn from a run; None means: as in the run."""
 
+    run: str | None = None
     checkpoint: str | None = None  # a step, a name or a path; None: the newest; or, without run, a file
     objective: str | None = None  # of a file of other code: edm, flow, sit or ddpm
     latents: str | None = None  # of a file of other code: a folder of its latents; None: sd-vae-ft-ema's
@@ -60,12 +63,26 @@ class SamplingConfig:
     encoder: str | None = None  # where the encoder of the latents is found; None: where their manifest says
     allow_other_encoder: bool = False
 
+    @property
+    def name(self) -> str:
+        """The run or the file of weights, as messages call it."""
+        return f"run={self.run}" if self.run else f"checkpoint={self.checkpoint}"
+
+    @property
+    def folder(self) -> Path:
+        """Folder of results unless requested otherwise: the run, or a folder beside the file of weights."""
+        return Path(self.run or f"{self.checkpoint}.drawn")
+
+    def settings(self) -> dict[str, Any]:
+        """All that changes a sample, for its record."""
+        settings = {key: getattr(self, key) for key in SETTINGS}
+        return settings if self.class_label is None else {**settings, "labels": None}
+
 
 @dataclass
 class SampleConfig(SamplingConfig):
     """What `sample.py` can be asked."""
 
-    run: str | None = None
     num_samples: int | None = 100
     output: str | None = None  # None: inside the run
     grid_columns: int = 10
@@ -129,69 +146,55 @@ class DrawRequest:
     """A request of images, completed from its run or its file of weights, and checked.
 
     Args:
-        keys: of SamplingConfig, and `run`.
         experiment: with the requested sampler and guidance.
         details: the manifest of the run.
-        settings: all that changes a sample.
     """
 
-    keys: dict[str, Any]
+    keys: SamplingConfig
     experiment: Experiment
     details: dict[str, Any]
-    settings: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """The run or the file of weights, as messages call it."""
-        run = self.keys["run"]
-        return f"run={run}" if run else f"checkpoint={self.keys['checkpoint']}"
-
-    @property
-    def folder(self) -> Path:
-        """Folder of results unless requested otherwise: the run, or a folder beside the file of weights."""
-        return Path(self.keys["run"] or f"{self.keys['checkpoint']}.drawn")
 
 
-def read_request(request: dict[str, Any]) -> DrawRequest:
+def read_request(request: SamplingConfig) -> DrawRequest:
     """Read and check what is requested to be drawn, before any device is touched."""
     experiment, details = read_source(request)
-    settings = _settings(request, experiment)
+    keys = complete(request, experiment)
     try:
-        chosen = _as_requested(experiment, settings)
-        chosen.check_sampling()
+        nodes = {f"{group}_node": read_nodes(getattr(keys, group), group) for group in GROUPS}
+        experiment = replace(experiment, **nodes)
+        experiment.check_sampling()
     except ValueError as error:
-        if all(request[key] in (None, {}) for key in ("sampler", "guidance", *NAMED)):
-            run, file = request["run"], request["checkpoint"]
-            where = f"{run}/config.yaml" if run else f"checkpoint={file}"
+        if all(getattr(request, key) in (None, {}) for key in (*GROUPS, *NAMED)):
+            where = f"{request.run}/config.yaml" if request.run else request.name
             raise ValueError(f"{where}: {error}") from error
         # These two keys by their names on the command line.
         message = re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
         raise ValueError(message) from error
-    if request["run"] is not None:
-        find_checkpoint(Path(request["run"]), request["checkpoint"])
-    return DrawRequest(request, chosen, details, settings)
+    if request.run is not None:
+        find_checkpoint(Path(request.run), request.checkpoint)
+    return DrawRequest(keys, experiment, details)
 
 
 def open_model(drawn: DrawRequest, launch: Launch) -> tuple[ImageModel, str, dict[str, Any]]:
     """Open what draws the requested images; return it with their name and the record of their making."""
-    request, experiment, settings = drawn.keys, drawn.experiment, drawn.settings
-    path = weights = Path(request["run"] or request["checkpoint"])
-    if request["run"] is not None:
-        weights = _weights_of(path, request["checkpoint"], launch)
+    request, experiment = drawn.keys, drawn.experiment
+    path = weights = Path(request.run or str(request.checkpoint))
+    if request.run is not None:
+        weights = _weights_of(path, request.checkpoint, launch)
     run = open_weights(path, experiment, drawn.details, weights, launch)
-    where = f"{request['run']}/manifest.json" if request["run"] else drawn.name
+    where = f"{request.run}/manifest.json" if request.run else request.name
     manifest = manifest_from(run.details["data"]["manifest"], f"{where}: data.manifest")
-    if settings["class_label"] in manifest.untrained_classes:
-        raise ValueError(f"class_label={settings['class_label']} has no images in the training data")
+    if request.class_label in manifest.untrained_classes:
+        raise ValueError(f"class_label={request.class_label} has no images in the training data")
     entry = run.entry or run.weights.name
-    if request["run"] is None:
+    if request.run is None:
         launch.print(f"weights {run.weights} ({entry})")
     data = experiment.data_node.arguments
     sizes = {key: data[key] for key in ("input_size", "in_channels", "num_classes")}
-    manifest.check_sizes(request["latents"] or str(run.path), **sizes)
-    official = settings["decoding"] == "official"
-    place = request["encoder"] or data.get("encoder")
-    options = {"allow_other": request["allow_other_encoder"], "official": official}
+    manifest.check_sizes(request.latents or str(run.path), **sizes)
+    official = request.decoding == "official"
+    place = request.encoder or data.get("encoder")
+    options = {"allow_other": request.allow_other_encoder, "official": official}
     encoder = encoder_for(manifest, launch.device, place, **options)
     decode, classes = image_decoder(manifest, encoder, official), manifest.trained_classes
     parts = (run.precond, run.sampler, run.guidance, decode, launch.device, classes, manifest.class_names)
@@ -200,10 +203,10 @@ def open_model(drawn: DrawRequest, launch: Launch) -> tuple[ImageModel, str, dic
         for each in (experiment, *run.weak.values())
     ]
     record = {
-        **settings,
-        "run": request["run"],
-        "checkpoint": str(run.weights.parent if request["run"] else run.weights),
-        "objective": request["objective"],
+        **request.settings(),
+        "run": request.run,
+        "checkpoint": str(run.weights.parent if request.run else run.weights),
+        "objective": request.objective,
         "ema": experiment.ema_node.written,
         "networks": networks,
         "data": run.details["data"],
@@ -212,25 +215,20 @@ def open_model(drawn: DrawRequest, launch: Launch) -> tuple[ImageModel, str, dic
         "weights_sha256": sha256(run.weights),  # now: a run that still trains removes old checkpoints
         "weak_weights": {str(file): sha256(file) for file in run.weak},
     }
-    return ImageModel(*parts), _name(run, settings, request["objective"]), record
+    return ImageModel(*parts), _name(run, request), record
 
 
-def _as_requested(experiment: Experiment, settings: dict[str, Any]) -> Experiment:
-    nodes = {f"{key}_node": read_nodes(settings[key], key) for key in ("sampler", "guidance")}
-    return replace(experiment, **nodes)
-
-
-def read_source(request: dict[str, Any]) -> tuple[Experiment, dict[str, Any]]:
+def read_source(request: SamplingConfig) -> tuple[Experiment, dict[str, Any]]:
     """Read experiment and manifest of the requested run or file of weights."""
-    if request["run"] is not None:
+    if request.run is not None:
         for key in ("objective", "latents"):
-            if request[key] is not None:
-                raise ValueError(f"{key}={request[key]} must not be given with run: the run has it")
-        return read_run(request["run"])
-    if request["checkpoint"] is None:
+            if (value := getattr(request, key)) is not None:
+                raise ValueError(f"{key}={value} must not be given with run: the run has it")
+        return read_run(request.run)
+    if request.checkpoint is None:
         raise ValueError("run=FOLDER or checkpoint=FILE must be given")
-    file = Path(request["checkpoint"])
-    experiment, details = read_weights_file(file, request["objective"], request["latents"])
+    file = Path(request.checkpoint)
+    experiment, details = read_weights_file(file, request.objective, request.latents)
     check_shapes(experiment, file)
     return experiment, details
 
@@ -269,55 +267,52 @@ def check_shapes(experiment: Experiment, file: Path) -> None:
         raise ValueError(f"{file}: weights do not match the model: {mismatch}")
 
 
-def _settings(request: dict[str, Any], experiment: Experiment) -> dict[str, Any]:
-    """All that changes a sample, completed from the configuration of the run."""
+def complete(request: SamplingConfig, experiment: Experiment) -> SamplingConfig:
+    """Check a request, and take what it leaves open from the configuration of its run."""
     for key in ("num_samples", "batch_size"):
-        if request[key] is not None:
-            check_positive(key, request[key])
-    last = request["first_seed"] + request["num_samples"]
-    if request["first_seed"] < 0 or last > NUM_SEEDS:
+        if (value := getattr(request, key)) is not None:
+            check_positive(key, value)
+    if request.first_seed < 0 or request.first_seed + (request.num_samples or 0) > NUM_SEEDS:
         rule = f"must not be negative, and the last seed less than {NUM_SEEDS}"
-        raise ValueError(f"first_seed={request['first_seed']} {rule}")
-    for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH)):
-        request[key] = request[key].lower()  # a YAML `true` arrives as "True"
-        check_choice(key, request[key], choices)
-    check_choice("labels", request["labels"], LABELS)
-    num_classes, label = experiment.num_classes, request["class_label"]
-    if label is not None and request["labels"] == "balanced":
+        raise ValueError(f"first_seed={request.first_seed} {rule}")
+    precision, compiled = request.mixed_precision.lower(), request.compile.lower()  # a YAML `true` is "True"
+    check_choice("mixed_precision", precision, PRECISIONS)
+    check_choice("compile", compiled, SWITCH)
+    check_choice("labels", request.labels, LABELS)
+    num_classes, label = experiment.num_classes, request.class_label
+    if label is not None and request.labels == "balanced":
         raise ValueError(f"class_label={label} is one class: labels=balanced must not be given with it")
     if label is not None and not 0 <= label < num_classes:
         unconditional = "null for an unconditional network (num_classes=0)"
         allowed = f"in [0, {num_classes - 1}]" if num_classes else unconditional
         raise ValueError(f"class_label={label} must be {allowed}")
-    decoding = experiment.decoding if request["decoding"] is None else request["decoding"]
+    decoding = experiment.decoding if request.decoding is None else request.decoding
     check_choice("decoding", decoding, DECODINGS)
-    settings: dict[str, Any] = {each.name: request[each.name] for each in fields(DrawOptions)} | {
-        "decoding": decoding
-    }
+    groups = {group: getattr(request, group) or experiment.written[group] for group in GROUPS}
     for group, key in (("sampler", "num_steps"), ("guidance", "guidance_scale")):
-        node = request[group] or experiment.written[group]
-        settings[group] = node if request[key] is None else {**node, key: request[key]}
-    weak = settings["guidance"]
-    if weak.get("weak_checkpoint") is not None and weak["weak_run"] is None:
-        settings["guidance"] = {**weak, "weak_run": request["run"]}
-    return settings if label is None else {**settings, "labels": None}
+        if (value := getattr(request, key)) is not None:
+            groups[group] = {**groups[group], key: value}
+    if (weak := groups["guidance"]).get("weak_checkpoint") is not None and weak["weak_run"] is None:
+        groups["guidance"] = {**weak, "weak_run": request.run}
+    return replace(request, mixed_precision=precision, compile=compiled, decoding=decoding, **groups)
 
 
-def _name(run: OpenedRun, settings: dict[str, Any], objective: str | None) -> str:
+def _name(run: OpenedRun, request: SamplingConfig) -> str:
     name = run.path.stem if run.path == run.weights else run.weights.parent.name
-    parts = [name, *filter(None, [objective]), f"n{settings['num_samples']}", f"seed{settings['first_seed']}"]
-    if settings["class_label"] is not None:
-        parts += [f"class{settings['class_label']}"]
-    elif settings["labels"] == "balanced":
+    objective = [request.objective] if request.objective else []
+    parts = [name, *objective, f"n{request.num_samples}", f"seed{request.first_seed}"]
+    if request.class_label is not None:
+        parts += [f"class{request.class_label}"]
+    elif request.labels == "balanced":
         parts += ["balanced"]
-    scale = settings["guidance"].get("guidance_scale", 1)
+    scale = request.guidance.get("guidance_scale", 1)
     parts += ["guidance" + str(scale).removesuffix(".0")] if scale != 1 else []
-    parts += [f"{settings['sampler']['num_steps']}steps"] if "num_steps" in settings["sampler"] else []
-    for group in ("sampler", "guidance"):
-        node, run_node = ({**node, **NAMED} for node in (settings[group], run.experiment.written[group]))
+    parts += [f"{request.sampler['num_steps']}steps"] if "num_steps" in request.sampler else []
+    for group in GROUPS:
+        node, run_node = {**getattr(request, group), **NAMED}, {**run.experiment.written[group], **NAMED}
         if node != run_node:
             digest = hashlib.sha256(json.dumps(node, sort_keys=True).encode()).hexdigest()[:8]
             parts += [f"{node['_target_'].rpartition('.')[2]}-{digest}"]
-    parts += {"auto": [], "no": ["fp32"], "bf16": ["bf16"]}[settings["mixed_precision"]]
-    parts += ["official"] if settings["decoding"] == "official" else []
+    parts += {"auto": [], "no": ["fp32"], "bf16": ["bf16"]}[request.mixed_precision]
+    parts += ["official"] if request.decoding == "official" else []
     return "_".join(parts)

@@ -1,7 +1,7 @@
 """Suites of metrics, and the request of `fid.py`: its samples, its reference, and the table of scores."""
 
 import zipfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from builders.drawing import Drawing, cache_key, start_drawing
-from builders.references import features_folder, of_latents
+from builders.references import of_latents
 from builders.sampling import DrawRequest, SamplingConfig, open_model, read_request
 from data import open_images
 from evaluation import ArrayImages, Reference, Suite, open_reference
@@ -34,7 +34,6 @@ class ScoreConfig(SamplingConfig):
     mode: str = "score"  # or reference: make one from images
     suite: str = "adm"  # or digits, glyphs: a file of configs/evaluation/
     samples: str | None = None  # an .npz, a folder or a zip
-    run: str | None = None  # draw samples and score them without files
     reference: str | None = None
     images: str | None = None
     resolution: int | None = None
@@ -48,12 +47,22 @@ class ScoreConfig(SamplingConfig):
     features: str | None = None  # a folder for finished parts of features; None: beside the scores
     overwrite: bool = False
 
+    def features_folder(self, out: Path) -> Path:
+        """Folder of finished parts of features."""
+        folder = Path(self.features or out.parent / "features")
+        for key, source in (("samples", self.samples), ("images", self.images)):
+            if source and folder.resolve().is_relative_to(Path(source).resolve()):
+                raise ValueError(f"features={folder} must not be inside {key}={source}")
+        if folder.is_symlink() and not self.features:
+            raise ValueError(f"{folder} is a link, which may lead anywhere: give features=FOLDER")
+        return folder
+
 
 SAMPLING_KEYS = {field.name for field in fields(SamplingConfig)} - {"num_samples"}
 # Keys that apply to a request besides those of a suite, and of these the keys that it needs.
 KEYS = {
     "scoring samples in files": ({"suite", "num_samples"}, ("reference", "samples")),
-    "scoring a network": ({"suite", "num_samples", "run", *SAMPLING_KEYS}, ("reference",)),
+    "scoring a network": ({"suite", "num_samples", *SAMPLING_KEYS}, ("reference",)),
     "mode=reference": ({"resolution"}, ("images", "out")),
 }
 # Keys of a suite that can be set on the command line, by their names in its file.
@@ -73,72 +82,72 @@ def build_suite(node: Node, reference: Reference, launch: Launch, features: Path
     return suite
 
 
-def suite_node(request: dict[str, Any]) -> Node:
+def suite_node(request: ScoreConfig) -> Node:
     """Compose the requested suite with its keys of the command line."""
-    node = compose_group("evaluation", request["suite"], "suite")
+    node = compose_group("evaluation", request.suite, "suite")
     if "_target_" not in node:
-        raise ValueError(f"suite={request['suite']} must name a _target_")
-    given = {name: request[key] for name, key in SUITE_KEYS.items() if name in node}
+        raise ValueError(f"suite={request.suite} must name a _target_")
+    given = {name: getattr(request, key) for name, key in SUITE_KEYS.items() if name in node}
     node |= {name: value for name, value in given.items() if value is not None}
     if node.get("reference") is not None:
-        node["reference"] = request["reference"]
+        node["reference"] = request.reference
     return read_nodes(node, "evaluation")
 
 
-def check_request(request: dict[str, Any]) -> tuple[Node, DrawRequest | None]:
+def check_request(request: ScoreConfig) -> tuple[Node, DrawRequest | None]:
     """Check that the keys that are given belong together; return the suite, and what is drawn if any is."""
-    check_choice("mode", request["mode"], ("score", "reference"))
+    check_choice("mode", request.mode, ("score", "reference"))
     suite = suite_node(request)
-    draws = request["run"] is not None or request["checkpoint"] is not None
+    draws = request.run is not None or request.checkpoint is not None
     what = "scoring a network" if draws else "scoring samples in files"
-    what = "mode=reference" if request["mode"] == "reference" else what
+    what = "mode=reference" if request.mode == "reference" else what
     keys, needed = KEYS[what]
     for field in fields(ScoreConfig):
-        key, value = field.name, request[field.name]
+        key, value = field.name, getattr(request, field.name)
         if value in (field.default, {}):  # no choice of a group is an empty one
             continue
         if key in SUITE_KEYS.values():
             if not any(key == SUITE_KEYS[name] for name in suite.arguments.keys() & SUITE_KEYS.keys()):
-                raise ValueError(f"{key}={value} has no meaning for suite={request['suite']}")
+                raise ValueError(f"{key}={value} has no meaning for suite={request.suite}")
         elif key not in {*keys, *needed, "mode", "out", "features", "overwrite"}:
             raise ValueError(f"{key}={value} has no meaning for {what}")
     for key in needed:
-        if request[key] is None:
+        if getattr(request, key) is None:
             raise ValueError(f"{key} must be given for {what}")
     for key in ("resolution", "num_samples", "detector_batch_size"):
-        if request[key] is not None:
-            check_positive(key, request[key])
-    if request["out"] is not None:
-        suffix, out = ".npz" if request["mode"] == "reference" else ".json", Path(request["out"])
+        if (value := getattr(request, key)) is not None:
+            check_positive(key, value)
+    if request.out is not None:
+        suffix, out = ".npz" if request.mode == "reference" else ".json", Path(request.out)
         if out.suffix != suffix:
             raise ValueError(f"out={out} must end in {suffix}")
-    samples = request["samples"]
-    if samples and Path(samples).is_dir() and request["num_samples"] is None:
+    samples = request.samples
+    if samples and Path(samples).is_dir() and request.num_samples is None:
         rule = "is a folder, which may have older images in it: give their number as num_samples=N"
         raise ValueError(f"samples={samples} {rule}")
-    num_samples = request["num_samples"] or NUM_SAMPLES
-    return suite, read_request({**request, "num_samples": num_samples}) if draws else None
+    counted = replace(request, num_samples=request.num_samples or NUM_SAMPLES)
+    return suite, read_request(counted) if draws else None
 
 
-def open_suite(node: Node, request: dict[str, Any], out: Path, launch: Launch) -> Suite:
+def open_suite(node: Node, request: ScoreConfig, out: Path, launch: Launch) -> Suite:
     """Build the requested suite with its reference: a file, or latents if the suite has none."""
-    of_file = node.arguments.get("reference") is not None
-    reference = open_reference(Path(request["reference"]), open_images) if of_file else of_latents(request)
-    return build_suite(node, reference, launch, features_folder(request, out))
+    path, of_file = str(request.reference), node.arguments.get("reference") is not None
+    reference = open_reference(Path(path), open_images) if of_file else of_latents(path)
+    return build_suite(node, reference, launch, request.features_folder(out))
 
 
 class FileSamples:
     """Samples in files: their images, the place of their scores, and a record of them."""
 
-    def __init__(self, request: dict[str, Any]):
-        self.path, self.name = Path(request["samples"]), f"samples={request['samples']}"
+    def __init__(self, request: ScoreConfig):
+        self.path, self.name = Path(str(request.samples)), f"samples={request.samples}"
         self.images = open_images(self.path)
         self.count, self.shape = self.images.count, self.images.shape
-        if request["num_samples"] not in (None, self.count):
-            rule = f"num_samples={request['num_samples']} must agree"
+        if request.num_samples not in (None, self.count):
+            rule = f"num_samples={request.num_samples} must agree"
             raise ValueError(f"{self.name} holds {self.count} images, {rule}")
         name = self.path.stem if self.path.suffix == ".npz" else self.path.resolve().name
-        self.out = Path(request["out"] or self.path.parent / f"{name}.scores.json")
+        self.out = Path(request.out or self.path.parent / f"{name}.scores.json")
 
     @cached_property
     def sha256(self) -> str:
@@ -174,12 +183,12 @@ class NetworkSamples:
 
     images: Drawing  # once `cache` has resolved how they are drawn
 
-    def __init__(self, request: dict[str, Any], drawn: DrawRequest, launch: Launch):
-        self.count, self.name = drawn.settings["num_samples"], drawn.name
+    def __init__(self, request: ScoreConfig, drawn: DrawRequest, launch: Launch):
+        self.count, self.name = drawn.keys.num_samples, drawn.keys.name
         self._model, name, self._record = open_model(drawn, launch)
         self._launch, self.shape = launch, self._model.image_shape
-        self.out = place_of("out", request["out"], drawn.folder, f"scores/{name}.json")
-        self._features = features_folder(request, self.out)
+        self.out = place_of("out", request.out, drawn.keys.folder, f"scores/{name}.json")
+        self._features = request.features_folder(self.out)
 
     def labels(self) -> np.ndarray:
         """Class of each image (N,)."""

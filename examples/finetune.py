@@ -247,7 +247,7 @@ def flow_loss(
 def main(cfg: DictConfig) -> None:
     """Check, load, train from the newest checkpoint, and save the adapters or the weights."""
     with user_mistakes():
-        request = FinetuneConfig(**resolve(cfg))
+        request = resolve(cfg, FinetuneConfig)
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
         check_request(request)
         if (size := request.batch_size) % num_processes:

@@ -61,7 +61,7 @@ def overrides(folder, *options, output="run"):
 
 
 def asked(*options):
-    return finetune.FinetuneConfig(**resolve(composed(*options, config_name="finetune")))
+    return resolve(composed(*options, config_name="finetune"), finetune.FinetuneConfig)
 
 
 def run(folder, *options, output="run"):

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from builders import sampling
 from builders.config import resolve
 from builders.experiment import Experiment
-from builders.sampling import _as_requested, _settings
+from builders.sampling import SampleConfig, read_request
 from builders.schemas import OBJECTIVES
 from diffusion import CFG, Branch, FlowPath, sde_sampler
 from tests.runs import composed
@@ -119,10 +120,11 @@ def randn_from(seed):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name, objective, settings", list(rows()))
-def test_the_settings_of_the_table_are_the_published_sampler(name, objective, settings):
+def test_the_settings_of_the_table_are_the_published_sampler(name, objective, settings, monkeypatch):
     experiment, precond = network(objective)
-    request = composed("checkpoint=FILE", *settings.split(), config_name="sample")
-    experiment = _as_requested(experiment, _settings(resolve(request), experiment))
+    request = resolve(composed("checkpoint=FILE", *settings.split(), config_name="sample"), SampleConfig)
+    monkeypatch.setattr(sampling, "read_source", lambda request: (experiment, {}))
+    experiment = read_request(request).experiment
     noise = torch.randn(2, 4, 4, 4, dtype=torch.float64)
     denoise = experiment.guidance(None)(Branch(precond, LABELS))
     x = experiment.sampler()(denoise, noise, precond.path, randn_like=randn_from(1))

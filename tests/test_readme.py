@@ -11,6 +11,7 @@ from itertools import product
 import numpy as np
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from benchmarks import (
     advise,  # noqa: F401  registers its schema
@@ -74,10 +75,10 @@ PROGRAMS = {
 # Programs whose arguments are no overrides of a configuration.
 PARSERS = {"benchmarks.gpu": gpu.parse, "study.twins": twins.parse}
 CHECKS = {
-    "evaluation.fetch": lambda request: [check_choice("files", f, PUBLISHED) for f in request["files"]],
+    "evaluation.fetch": lambda request: [check_choice("files", f, PUBLISHED) for f in request.files],
     "fid.py": check_request,
-    "data.encode": lambda request: encode.check_request(encode.EncodeConfig(**request)),
-    "examples.finetune": lambda request: finetune.check_request(finetune.FinetuneConfig(**request)),
+    "data.encode": encode.check_request,
+    "examples.finetune": finetune.check_request,
 }
 
 
@@ -100,7 +101,8 @@ def test_commands_compose_and_validate(command, monkeypatch):
         return
     program, overrides = overrides_of(command)
     if program not in ("train.py", "benchmarks.train_step"):
-        request = resolve(composed(*overrides, config_name=PROGRAMS[program]))
+        config = composed(*overrides, config_name=PROGRAMS[program])
+        request = resolve(config, OmegaConf.get_type(config))
         monkeypatch.setattr("builders.scoring.read_request", lambda request: None)  # there is no run
         CHECKS.get(program, lambda request: None)(request)
         return

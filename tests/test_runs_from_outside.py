@@ -20,7 +20,7 @@ import fid
 import sample
 from benchmarks import advise
 from builders import experiment
-from builders.sampling import load_net, read_request, read_run
+from builders.sampling import SampleConfig, load_net, read_request, read_run
 from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.memory import peak_gib, reset_peak
@@ -261,7 +261,7 @@ def reads_or_refuses(run, request, weights):
 @pytest.mark.parametrize("name", ["config.yaml", "manifest.json", "any values"])
 def test_any_files_of_a_run_are_read_or_refused(run, name):
     config, (weights,) = RunFolder(run).config(), run.glob("checkpoints/*/ema.safetensors")
-    request = composed(f"run={run}", config_name="sample")
+    request = SampleConfig(run=str(run))
     groups = [group for group, node in config.items() if isinstance(node, dict)]
     places = [(group,) for group in config] + [(group, key) for group in groups for key in config[group]]
     content = b"" if name == "any values" else (run / name).read_bytes()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from builders.public import CONFIG
-from builders.sampling import open_run, read_source
+from builders.sampling import SamplingConfig, open_run, read_source
 from data import LatentManifest, LatentWriter
 from diffusion import CFG, Branch
 from tests.networks import small_dit
@@ -124,7 +124,7 @@ def test_the_widths_of_larger_lightningdits_are_known(width, heads, tmp_path, mo
         state = PublicDiT(switches=SWITCHES, width=width, heads=heads).state_dict()
     (tmp_path / "file.pt").touch()
     monkeypatch.setattr(weights, "_content", lambda file, shapes_only: state)
-    request = {"run": None, "checkpoint": tmp_path / "file.pt", "objective": "sit", "latents": None}
+    request = SamplingConfig(checkpoint=tmp_path / "file.pt", objective="sit")
     assert read_source(request)[0].model_node.arguments["num_heads"] == heads
 
 

@@ -418,4 +418,4 @@ def test_right_values_are_not_refused():
     validated("data=synthetic", "data.num_held_out=0", "data.seed=3", "tracker=wandb", "tracker.mode=online")
     requests = ({"num_steps": 1}, {"guidance_scale": 0.0}, {"class_label": 9}, {"first_seed": 2**32 - 100})
     for request in requests:
-        sampling.read_request({**composed("run=r", config_name="sample"), **request})
+        sampling.read_request(sampling.SampleConfig(run="r", **request))

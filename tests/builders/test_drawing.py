@@ -17,7 +17,7 @@ import sample
 from builders import drawing
 from builders.drawing import COMPILE_SEC, LEFT_OPEN, Drawing, DrawOptions, ImageModel
 from builders.evaluators import grid_of
-from builders.references import features_folder
+from builders.scoring import ScoreConfig
 from diffusion import CFG, EDMPrecond, SparseGuidance, edm_sampler
 from evaluation import ArrayImages, Reference, Suite
 from evaluation.metrics.kernel import KernelDistance
@@ -42,9 +42,8 @@ def decode(latents):
 def model_of(net=None, guidance=None, num_steps=2):
     net = small_dit([PAPER]) if net is None else net
     sampler = partial(edm_sampler, num_steps=num_steps)
-    return ImageModel(
-        EDMPrecond(net), sampler, guidance or CFG(), decode, ALONE.device, range(net.num_classes)
-    )
+    classes = np.arange(net.num_classes)
+    return ImageModel(EDMPrecond(net), sampler, guidance or CFG(), decode, ALONE.device, classes)
 
 
 def test_what_is_asked_wins_then_what_the_job_began_with():
@@ -375,15 +374,15 @@ def test_features_depend_on_the_arguments_of_a_detector():
 
 
 def test_features_are_not_kept_among_the_images_that_are_looked_at(tmp_path):
-    asked = {"samples": None, "images": str(tmp_path / "photos"), "features": None}
+    request = ScoreConfig(images=str(tmp_path / "photos"))
     with pytest.raises(ValueError, match=r"features=.*photos/features must not be inside images=.*photos"):
-        features_folder(asked, tmp_path / "photos/reference.npz")
-    assert features_folder(asked, tmp_path / "reference.npz") == tmp_path / "features"
+        request.features_folder(tmp_path / "photos/reference.npz")
+    assert request.features_folder(tmp_path / "reference.npz") == tmp_path / "features"
     (tmp_path / "features").symlink_to(tmp_path)
     with pytest.raises(
         ValueError, match=r"features is a link, which may lead anywhere: give features=FOLDER"
     ):
-        features_folder(asked, tmp_path / "reference.npz")
+        request.features_folder(tmp_path / "reference.npz")
 
 
 GRIDS = {0: (10, 10), 1: (10, 10), 3: (9, 9), 6: (12, 6), 10: (10, 10), 37: (37, 10), 101: (10, 10)}

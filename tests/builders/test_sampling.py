@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import sample
 from builders.config import resolve
-from builders.sampling import open_model, read_request
+from builders.sampling import SampleConfig, open_model, read_request
 from diffusion import random_labels
 from evaluation.pictures import CAPTION_HEIGHT
 from runtime.errors import UserError
@@ -33,7 +33,7 @@ def run(tmp_path_factory):
 
 
 def opened(run, *overrides):
-    request = resolve(composed(f"run={run}", "num_samples=4", *overrides, config_name="sample"))
+    request = resolve(composed(f"run={run}", "num_samples=4", *overrides, config_name="sample"), SampleConfig)
     return open_model(read_request(request), ALONE)
 
 
@@ -120,7 +120,7 @@ def test_other_samples_have_another_name(run):
     options += ["mixed_precision=bf16", "mixed_precision=no", "decoding=official", "checkpoint=4"]
     names = set()
     for asked in ("", *options):
-        request = resolve(composed(f"run={run}", *asked.split(), config_name="sample"))
+        request = resolve(composed(f"run={run}", *asked.split(), config_name="sample"), SampleConfig)
         names.add(open_model(read_request(request), ALONE)[1])
     assert len(names) == 1 + len(options)
 
@@ -128,7 +128,7 @@ def test_other_samples_have_another_name(run):
 def test_the_weights_of_a_weak_network_are_recorded(run):
     """Here of the run itself, where no other is named."""
     asked = (f"run={run}", "guidance=auto", "guidance.weak_checkpoint=4")
-    request = resolve(composed(*asked, config_name="sample"))
+    request = resolve(composed(*asked, config_name="sample"), SampleConfig)
     _, _, record = open_model(read_request(request), ALONE)
     file = run / "checkpoints/step_00000004/ema.safetensors"
     assert record["weak_weights"] == {str(file): sha256(file)}
