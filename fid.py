@@ -64,7 +64,7 @@ def score(request: ScoreConfig, node: Node, drawn: DrawRequest | None, launch: L
     described = {"suite": request.suite, "protocol": suite.describe()}
     passes_over = is_sweep() and not request.overwrite
     if passes_over and launch.broadcast_from_main(lambda: is_scored(samples, described)):
-        launch.print(f"{samples.out} is there already")
+        launch.print(f"{samples.out} already exists")
         return samples.out
     labels = None
     if any(metric.needs_labels for metric in suite.metrics):

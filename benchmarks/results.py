@@ -40,6 +40,8 @@ class Record:
         tiny = environment.get("tiny", False)
         if self.file.exists():
             earlier, self.rows = read_environment(self.file), read_results(self.file)
+            for row in self.rows:  # of a record whose commit stands above them
+                row.setdefault("commit", earlier.get("commit", ""))
             if earlier.get("tiny", "False") != str(tiny):
                 raise ValueError(f"{self.file} is of tiny {not tiny}, not {tiny}: give another folder")
 

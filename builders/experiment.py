@@ -76,10 +76,10 @@ class Experiment:
         check_train(train)
         written["train"] = asdict(train)  # words in lower case
         values: dict[str, Any] = {key: written[key] for key in SCALARS}
-        values |= {f"{key}_node": _node(nodes[key], key) for key in GROUPS}
-        values |= {key: _node(nodes[key], key) if nodes[key] else None for key in ("evaluation", "tracker")}
+        values |= {f"{key}_node": as_node(nodes[key], key) for key in GROUPS}
+        values |= {key: as_node(nodes[key], key) if nodes[key] else None for key in ("evaluation", "tracker")}
         for part in ("precond", "loss"):
-            values[f"{part}_node"] = _node(nodes["diffusion"].get(part), f"diffusion.{part}")
+            values[f"{part}_node"] = as_node(nodes["diffusion"].get(part), f"diffusion.{part}")
         routing, model = RoutingConfig(**written["routing"]), _model_node(nodes["model"])
         experiment = cls(written, train=train, routing=routing, model_node=model, **values)
         check_rules(experiment, num_processes)
@@ -246,17 +246,17 @@ def check_routes(key: str, given: Any) -> list[dict[str, Any]]:
     return [check_arguments(f"{key}.{i}", Route, fields) for i, fields in enumerate(given)]
 
 
-def _node(found: Any, key: str) -> Node:
+def as_node(found: Any, key: str) -> Node:
     if not isinstance(found, Node):
         raise ValueError(f"{key}={found} must name a _target_")
     return found
 
 
 def _model_node(found: Any) -> Node:
-    node = _node(found, "model")
+    node = as_node(found, "model")
     for part in PARTS:
         if part in node.arguments:
-            _node(node.arguments[part], f"model.{part}")
+            as_node(node.arguments[part], f"model.{part}")
     routes = node.written["routes"] = check_routes("model.routes", node.written.get("routes", []))
     return replace(node, arguments={**node.arguments, "routes": [Route(**fields) for fields in routes]})
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from builders.drawing import DrawOptions, ImageModel
-from builders.experiment import Experiment
+from builders.experiment import Experiment, as_node
 from builders.public import read_weights_file
 from builders.rules import DECODINGS, LABELS, NUM_SEEDS
 from builders.schemas import PRECISIONS, SWITCH
@@ -160,7 +160,7 @@ def read_request(request: SamplingConfig) -> DrawRequest:
     experiment, details = read_source(request)
     keys = complete(request, experiment)
     try:
-        nodes = {f"{group}_node": read_nodes(getattr(keys, group), group) for group in GROUPS}
+        nodes = {f"{group}_node": as_node(read_nodes(getattr(keys, group), group), group) for group in GROUPS}
         experiment = replace(experiment, **nodes)
         experiment.check_sampling()
     except ValueError as error:
@@ -269,10 +269,12 @@ def check_shapes(experiment: Experiment, file: Path) -> None:
 
 def complete(request: SamplingConfig, experiment: Experiment) -> SamplingConfig:
     """Check a request, and take what it leaves open from the configuration of its run."""
-    for key in ("num_samples", "batch_size"):
-        if (value := getattr(request, key)) is not None:
-            check_positive(key, value)
-    if request.first_seed < 0 or request.first_seed + (request.num_samples or 0) > NUM_SEEDS:
+    if request.num_samples is None:
+        raise ValueError("num_samples=null must be a number")
+    check_positive("num_samples", request.num_samples)
+    if request.batch_size is not None:
+        check_positive("batch_size", request.batch_size)
+    if request.first_seed < 0 or request.first_seed + request.num_samples > NUM_SEEDS:
         rule = f"must not be negative, and the last seed less than {NUM_SEEDS}"
         raise ValueError(f"first_seed={request.first_seed} {rule}")
     precision, compiled = request.mixed_precision.lower(), request.compile.lower()  # a YAML `true` is "True"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from builders.drawing import Drawing, cache_key, start_drawing
+from builders.experiment import as_node
 from builders.references import of_latents
 from builders.sampling import DrawRequest, SamplingConfig, open_model, read_request
 from data import open_images
@@ -23,8 +24,6 @@ from runtime.launch import Launch
 from runtime.nodes import Node, read_nodes
 from runtime.output import place_of
 from runtime.parts import PartCache, digest_of
-
-NUM_SAMPLES = 50_000  # of a run, by default
 
 
 @dataclass
@@ -74,9 +73,10 @@ def build_suite(node: Node, reference: Reference, launch: Launch, features: Path
     """Build a suite, with the detector and the metrics that it names, if any."""
     parts = {}
     if "detector" in node.arguments:
-        parts["detector"] = node.arguments["detector"].bind()()
+        parts["detector"] = as_node(node.arguments["detector"], "evaluation.detector").bind()()
     if "metrics" in node.arguments:
-        parts["metrics"] = {key: metric.bind()() for key, metric in node.arguments["metrics"].items()}
+        metrics = node.arguments["metrics"].items()
+        parts["metrics"] = {k: as_node(m, f"evaluation.metrics.{k}").bind()() for k, m in metrics}
     suite = node.bind()(reference=reference, launch=launch, features=features, **parts)
     suite.detector_config = node.written.get("detector")
     return suite
@@ -108,9 +108,9 @@ def check_request(request: ScoreConfig) -> tuple[Node, DrawRequest | None]:
             continue
         if key in SUITE_KEYS.values():
             if not any(key == SUITE_KEYS[name] for name in suite.arguments.keys() & SUITE_KEYS.keys()):
-                raise ValueError(f"{key}={value} has no meaning for suite={request.suite}")
+                raise ValueError(f"{key}={value} does not apply to suite={request.suite}")
         elif key not in {*keys, *needed, "mode", "out", "features", "overwrite"}:
-            raise ValueError(f"{key}={value} has no meaning for {what}")
+            raise ValueError(f"{key}={value} does not apply to {what}")
     for key in needed:
         if getattr(request, key) is None:
             raise ValueError(f"{key} must be given for {what}")
@@ -125,7 +125,7 @@ def check_request(request: ScoreConfig) -> tuple[Node, DrawRequest | None]:
     if samples and Path(samples).is_dir() and request.num_samples is None:
         rule = "is a folder, which may have older images in it: give their number as num_samples=N"
         raise ValueError(f"samples={samples} {rule}")
-    counted = replace(request, num_samples=request.num_samples or NUM_SAMPLES)
+    counted = replace(request, num_samples=request.num_samples or suite.arguments["num_samples"])
     return suite, read_request(counted) if draws else None
 
 
@@ -202,7 +202,7 @@ class NetworkSamples:
         takes all at once.
         """
         key = cache_key(self._record, self._launch.device)
-        key["looked_at_by"] = None if suite.batch_size is None else suite.detector_key()
+        key["detector"] = None if suite.batch_size is None else suite.detector_key()
         path = self._features / f"drawn-{digest_of(key)}"
         self.images, cache = start_drawing(self._model, self._record, path, key, self._launch)
         return cache

@@ -1,4 +1,4 @@
-"""Hydra and OmegaConf, whatever is configured: errors in one line, jobs of sweeps, keys, types, targets."""
+"""Hydra and OmegaConf, whatever is configured: errors in one line, jobs of sweeps, keys."""
 
 import gc
 import os

@@ -10,7 +10,7 @@ import math
 import shutil
 import zipfile
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,10 @@ class PartCache:
         return {int(file.stem) for file in self.path.glob("*.npz") if file.stem.isdecimal()}
 
     def missing(self) -> list[int]:
-        """The parts that are not finished."""
+        """The parts that are not finished; all of them where the folder has parts of another key."""
+        with suppress(ValueError):  # damaged: refused or replaced by `start`
+            if saved_key(self.path) not in (self.key, {}):
+                return [*range(self.num_parts)]
         done = self.done()
         return [i for i in range(self.num_parts) if i not in done]
 

@@ -76,10 +76,10 @@ def test_a_run_is_scored_without_files_like_its_samples(folder):
     ("overrides", "message"),
     [
         (["samples=changed.npz"], "samples=changed.npz does not match changed.json: draw it again, or remove changed"),
-        (["samples=samples.npz", "num_steps=9"], "num_steps=9 has no meaning for scoring"),
+        (["samples=samples.npz", "num_steps=9"], "num_steps=9 does not apply to scoring"),
         (["mode=reference", "images=samples.npz", "out=x.npy"], "out=x.npy must end in .npz"),
         (["mode=reference", "images=samples.npz", "out=x.npz", "resolution=8"], "resolution=8 crops image files"),
-        (["suite=digits", "samples=samples.npz"], "weights=weights.pth has no meaning for suite=digits"),
+        (["suite=digits", "samples=samples.npz"], "weights=weights.pth does not apply to suite=digits"),
         (["run=run", "num_samples=3"], "3 image(s) are too few: at least 4"),
         (["samples=samples.npz", "out=/proc/x/y.json"], "out=/proc/x/y.json cannot be written"),
         (["samples=samples.npz", "num_samples=21"], "samples=samples.npz holds 22 images, num_samples=21 must agree"),

@@ -125,6 +125,20 @@ def test_other_samples_have_another_name(run):
     assert len(names) == 1 + len(options)
 
 
+@pytest.mark.parametrize(
+    "asked, message",
+    [
+        ("num_samples=null", "num_samples=null must be a number"),
+        ("+sampler.num_steps=5", r"sampler={'num_steps': 5} must name a _target_"),
+        ("+guidance.guidance_scale=2", r"guidance={'guidance_scale': 2} must name a _target_"),
+    ],
+)
+def test_a_request_without_a_number_or_a_target_is_refused(run, asked, message):
+    request = resolve(composed(f"run={run}", asked, config_name="sample"), SampleConfig)
+    with pytest.raises(ValueError, match=message):
+        read_request(request)
+
+
 def test_the_weights_of_a_weak_network_are_recorded(run):
     """Here of the run itself, where no other is named."""
     asked = (f"run={run}", "guidance=auto", "guidance.weak_checkpoint=4")

@@ -31,7 +31,7 @@ def test_a_sweep_passes_over_what_is_there_and_names_the_best(tmp_path, monkeypa
     assert len(before) == 2
     more = ("guidance=cfg", "guidance_scale=1,3,9", "guidance.guidance_interval=null,[0.1,1]")
     again = start("fid.py", *request, *more, folder=tmp_path)
-    assert again.stdout.count("is there already") == 2
+    assert again.stdout.count("already exists") == 2
     assert {name: (scores / name).read_bytes() for name in before} == before
     records = [json.loads(file.read_text()) for file in scores.glob("*.json")]
     settings = [record["samples"]["drawn"]["guidance"] for record in records]
