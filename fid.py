@@ -16,8 +16,8 @@ import hydra
 from omegaconf import DictConfig
 
 from builders import config as configuration
+from builders.experiment import Experiment
 from builders.references import write_reference
-from builders.sampling import DrawRequest
 from builders.scoring import (
     FileSamples,
     NetworkSamples,
@@ -44,20 +44,20 @@ def main(cfg: DictConfig) -> None:
     """Check the request, and score or write a reference."""
     with user_mistakes():
         request = configuration.resolve(cfg, ScoreConfig)
-        suite, drawn = check_request(request)
+        request, suite, experiment = check_request(request)
         launch = start_process(timeout=PATIENCE)
         if request.mode == "reference":
             write_reference(request, suite.arguments, launch)
         else:
-            out = score(request, suite, drawn, launch)
-            if is_sweep() and drawn is not None:
+            out = score(request, suite, experiment, launch)
+            if is_sweep() and experiment:
                 table = launch.broadcast_from_main(lambda: summarise(out))
                 launch.print(f"sweep {table}" if table else "sweep: one record")
 
 
-def score(request: ScoreConfig, node: Node, drawn: DrawRequest | None, launch: Launch) -> Path:
+def score(request: ScoreConfig, node: Node, experiment: Experiment | None, launch: Launch) -> Path:
     """Score samples, print the scores and save them with a record; a sweep passes over what has one."""
-    samples = FileSamples(request) if drawn is None else NetworkSamples(request, drawn, launch)
+    samples = NetworkSamples(request, experiment, launch) if experiment else FileSamples(request)
     suite = open_suite(node, request, samples.out, launch)
     suite.check(samples.count, samples.shape, samples.name)
     cache = samples.cache(suite)

@@ -45,9 +45,9 @@ def main(cfg: DictConfig) -> None:
         check_positive("grid_columns", request.grid_columns)
         if request.output and not request.output.endswith(".npz"):
             raise ValueError(f"output={request.output} must end in .npz; picture and record take its name")
-        drawn = read_request(request)
+        request, experiment = read_request(request)
         launch = start_process(timeout=PATIENCE)
-        model, name, record = open_model(drawn, launch)
+        model, name, record = open_model(request, experiment, launch)
         output = place_of("output", request.output, request.folder, f"samples/{name}.npz")
         folder = output.with_name(f"{output.name}.partial")
         may_replace = request.overwrite or folder.is_dir()  # a job stopped while it joined its parts

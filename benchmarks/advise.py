@@ -112,7 +112,7 @@ class Advice(NamedTuple):
 @command("advise", AdviceConfig, __doc__)
 def main(request: AdviceConfig) -> None:
     """Measure, recommend, and write table and figures."""
-    experiment, details = read_run(request.run)
+    experiment = read_run(request.run)
     depth = experiment.model_node.arguments["depth"]
     if depth < MIN_DEPTH:
         raise ValueError(
@@ -125,7 +125,7 @@ def main(request: AdviceConfig) -> None:
     if request.mask_coverage is not None and not 0 <= request.mask_coverage <= 1:
         raise ValueError(f"mask_coverage={request.mask_coverage} must be in [0, 1]")
     checkpoint = find_checkpoint(Path(request.run), request.checkpoint)
-    resolved = _resolved(request, details)
+    resolved = _resolved(request, experiment)
     experiment = _with_data(request, experiment)
     device = start_process().device
     net = load_net(experiment, checkpoint / "ema.safetensors")[0].to(device)
@@ -151,9 +151,9 @@ def main(request: AdviceConfig) -> None:
     print(f"{aligned(advice.text)}\n\nthe table is {file.with_suffix('.md')}, the figures are {file}")
 
 
-def _resolved(request: AdviceConfig, details: dict[str, Any]) -> dict[str, Any]:
+def _resolved(request: AdviceConfig, experiment: Experiment) -> dict[str, Any]:
     """Precision, compilation and batch size of the manifest of the run, with those of the request."""
-    resolved = details.get("resolved")
+    resolved = experiment.details.get("resolved")
     resolved = resolved if isinstance(resolved, dict) else {}
     batch_size = request.batch_size or resolved.get("micro_batch_size")
     if type(batch_size) is not int or not (request.batch_size or 1 <= batch_size <= MAX_BATCH):

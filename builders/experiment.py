@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from math import isqrt
 from pathlib import Path
@@ -45,6 +45,7 @@ class Experiment:
     Args:
         written: the configuration as plain types, as config.yaml has it.
         evaluation: None: samples are not scored while training.
+        details: the manifest of its run, where it was read from one.
     """
 
     written: dict[str, Any]
@@ -67,6 +68,7 @@ class Experiment:
     guidance_node: Node
     evaluation: Node | None
     tracker: Node | None
+    details: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of_config(cls, cfg: DictConfig, num_processes: int = 1) -> "Experiment":

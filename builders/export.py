@@ -35,7 +35,7 @@ def main(request: ExportConfig) -> None:
         raise ValueError(f"output={output} must end in .safetensors")
     check_free("output", output, [], request.overwrite)
     run = open_run(request.run, request.checkpoint, guided=False)
-    written = {CONFIG: run.experiment.written, MANIFEST: run.details["data"]["manifest"]}
+    written = {CONFIG: run.experiment.written, MANIFEST: run.experiment.details["data"]["manifest"]}
     texts = {name: json.dumps(content) for name, content in written.items()}
     with atomic_write(output) as partial:
         save_file(run.precond.net.state_dict(), partial, metadata=texts)

@@ -27,10 +27,8 @@ SIDE = 32  # of the latents of a network without a position table, unless a mani
 CONFIG, MANIFEST = "tread.config", "tread.manifest"  # names in the header of an exported file
 
 
-def read_weights_file(
-    file: Path, objective: str | None, latents: str | None = None
-) -> tuple[Experiment, dict[str, Any]]:
-    """Read experiment and manifest, as `builders.sampling.read_run` does of a run.
+def read_weights_file(file: Path, objective: str | None, latents: str | None = None) -> Experiment:
+    """Read the experiment, with a manifest of its data, as `builders.sampling.read_run` does of a run.
 
     Args:
         objective: edm, flow, sit (flow, with the time from noise to data) or ddpm; None for a file of
@@ -52,7 +50,7 @@ def read_weights_file(
         if MANIFEST not in header:
             raise ValueError(f"{file} has no manifest of its latents ({MANIFEST}) in its header")
         written, manifest = (parse_json(header[name].encode()) for name in (CONFIG, MANIFEST))
-        return Experiment.of_written(written, str(file)), {"data": {"manifest": manifest}}
+        return _with_manifest(Experiment.of_written(written, str(file)), manifest)
     if objective is None:
         rule = f"{file} does not say what it predicts: {OBJECTIVES_OF_OTHERS}"
         raise ValueError(f"objective must be given, {rule}")
@@ -71,7 +69,7 @@ def read_weights_file(
     shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))
     # Which classes have latents in this folder says nothing about the classes in the training of the network.
     if described is not None:
-        return experiment, {"data": {"manifest": asdict(replace(described, untrained_classes=()))}}
+        return _with_manifest(experiment, asdict(replace(described, untrained_classes=())))
     if sizes["data.in_channels"] != CHANNELS:
         raise ValueError(
             f"{file} takes latents of {sizes['data.in_channels']} channels, not those of {ENCODER}: "
@@ -80,7 +78,11 @@ def read_weights_file(
     manifest = LatentManifest(
         1, shape, "float32", "samples", sizes["data.num_classes"], ENCODER, scale=SCALE, std=1.0
     )
-    return experiment, {"data": {"manifest": asdict(manifest)}}
+    return _with_manifest(experiment, asdict(manifest))
+
+
+def _with_manifest(experiment: Experiment, manifest: Any) -> Experiment:
+    return replace(experiment, details={"data": {"manifest": manifest}})
 
 
 def carries_configuration(file: Path) -> bool:
@@ -105,7 +107,7 @@ def num_heads_of(weights: Weights, objective: str | None) -> int | None:
 
 def _own_experiment(file: Path) -> Experiment:
     if carries_configuration(file):
-        return read_weights_file(file, None)[0]
+        return read_weights_file(file, None)
     return Experiment.of_run(RunFolder(file.parents[2]))
 
 

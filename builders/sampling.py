@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ from training.weights import find_mismatch, load_weights, read_weights
 
 MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
 GROUPS = ("sampler", "guidance")
+# All that changes a sample.
 SETTINGS = (*(option.name for option in fields(DrawOptions)), "decoding", *GROUPS)
 NAMED = {"num_steps": None, "guidance_scale": None}  # keys that have words of their own in a name
 
@@ -73,10 +74,8 @@ class SamplingConfig:
         """Folder of results unless requested otherwise: the run, or a folder beside the file of weights."""
         return Path(self.run or f"{self.checkpoint}.drawn")
 
-    def settings(self) -> dict[str, Any]:
-        """All that changes a sample, for its record."""
-        settings = {key: getattr(self, key) for key in SETTINGS}
-        return settings if self.class_label is None else {**settings, "labels": None}
+
+T = TypeVar("T", bound=SamplingConfig)
 
 
 @dataclass
@@ -95,7 +94,6 @@ class OpenedRun:
 
     path: Path
     experiment: Experiment
-    details: dict[str, Any]  # its manifest
     weights: Path  # the file of the averaged weights
     entry: str | None  # of that file, None: its top
     precond: Precond
@@ -113,10 +111,10 @@ def open_run(
         checkpoint: a step, a name or a path; None: the newest.
         guided: False: open the network alone, without the run's guidance.
     """
-    experiment, details = read_run(path)
+    experiment = read_run(path)
     if not guided:
         experiment = replace(experiment, guidance_node=read_nodes({"_target_": "diffusion.CFG"}, "guidance"))
-    return open_weights(Path(path), experiment, details, _weights_of(Path(path), checkpoint, launch), launch)
+    return open_weights(Path(path), experiment, _weights_of(Path(path), checkpoint, launch), launch)
 
 
 def _weights_of(run: Path, checkpoint: str | None, launch: Launch) -> Path:
@@ -125,9 +123,7 @@ def _weights_of(run: Path, checkpoint: str | None, launch: Launch) -> Path:
     return chosen / "ema.safetensors"
 
 
-def open_weights(
-    path: Path, experiment: Experiment, details: dict[str, Any], weights: Path, launch: Launch
-) -> OpenedRun:
+def open_weights(path: Path, experiment: Experiment, weights: Path, launch: Launch) -> OpenedRun:
     """Load a file of weights as the network of an experiment."""
     net, entry = load_net(experiment, weights)
     precond, weak = experiment.precond(net.to(launch.device)).eval(), {}
@@ -138,26 +134,17 @@ def open_weights(
         return opened.precond
 
     guidance, sampler = experiment.guidance(open_weak), experiment.sampler()
-    return OpenedRun(path, experiment, details, weights, entry, precond, sampler, guidance, weak)
+    return OpenedRun(path, experiment, weights, entry, precond, sampler, guidance, weak)
 
 
-@dataclass(frozen=True)
-class DrawRequest:
-    """A request of images, completed from its run or its file of weights, and checked.
+def read_request(request: T) -> tuple[T, Experiment]:
+    """Check what is requested to be drawn, before any device is touched.
 
-    Args:
-        experiment: with the requested sampler and guidance.
-        details: the manifest of the run.
+    Returns:
+        The request, completed from its run or its file of weights, and the experiment with the requested
+        sampler and guidance.
     """
-
-    keys: SamplingConfig
-    experiment: Experiment
-    details: dict[str, Any]
-
-
-def read_request(request: SamplingConfig) -> DrawRequest:
-    """Read and check what is requested to be drawn, before any device is touched."""
-    experiment, details = read_source(request)
+    experiment = read_source(request)
     keys = complete(request, experiment)
     try:
         nodes = {f"{group}_node": as_node(read_nodes(getattr(keys, group), group), group) for group in GROUPS}
@@ -172,18 +159,19 @@ def read_request(request: SamplingConfig) -> DrawRequest:
         raise ValueError(message) from error
     if request.run is not None:
         find_checkpoint(Path(request.run), request.checkpoint)
-    return DrawRequest(keys, experiment, details)
+    return keys, experiment
 
 
-def open_model(drawn: DrawRequest, launch: Launch) -> tuple[ImageModel, str, dict[str, Any]]:
+def open_model(
+    request: SamplingConfig, experiment: Experiment, launch: Launch
+) -> tuple[ImageModel, str, dict[str, Any]]:
     """Open what draws the requested images; return it with their name and the record of their making."""
-    request, experiment = drawn.keys, drawn.experiment
     path = weights = Path(request.run or str(request.checkpoint))
     if request.run is not None:
         weights = _weights_of(path, request.checkpoint, launch)
-    run = open_weights(path, experiment, drawn.details, weights, launch)
+    run = open_weights(path, experiment, weights, launch)
     where = f"{request.run}/manifest.json" if request.run else request.name
-    manifest = manifest_from(run.details["data"]["manifest"], f"{where}: data.manifest")
+    manifest = manifest_from(experiment.details["data"]["manifest"], f"{where}: data.manifest")
     if request.class_label in manifest.untrained_classes:
         raise ValueError(f"class_label={request.class_label} has no images in the training data")
     entry = run.entry or run.weights.name
@@ -203,13 +191,14 @@ def open_model(drawn: DrawRequest, launch: Launch) -> tuple[ImageModel, str, dic
         for each in (experiment, *run.weak.values())
     ]
     record = {
-        **request.settings(),
+        **{key: getattr(request, key) for key in SETTINGS},
+        "labels": request.labels if request.class_label is None else None,
         "run": request.run,
         "checkpoint": str(run.weights.parent if request.run else run.weights),
         "objective": request.objective,
         "ema": experiment.ema_node.written,
         "networks": networks,
-        "data": run.details["data"],
+        "data": experiment.details["data"],
         "encoder": {"name": encoder.name, "weights_hash": encoder.weights_hash},
         "weights_entry": entry,
         "weights_sha256": sha256(run.weights),  # now: a run that still trains removes old checkpoints
@@ -218,8 +207,8 @@ def open_model(drawn: DrawRequest, launch: Launch) -> tuple[ImageModel, str, dic
     return ImageModel(*parts), _name(run, request), record
 
 
-def read_source(request: SamplingConfig) -> tuple[Experiment, dict[str, Any]]:
-    """Read experiment and manifest of the requested run or file of weights."""
+def read_source(request: SamplingConfig) -> Experiment:
+    """Read the experiment of the requested run or file of weights."""
     if request.run is not None:
         for key in ("objective", "latents"):
             if (value := getattr(request, key)) is not None:
@@ -228,18 +217,18 @@ def read_source(request: SamplingConfig) -> tuple[Experiment, dict[str, Any]]:
     if request.checkpoint is None:
         raise ValueError("run=FOLDER or checkpoint=FILE must be given")
     file = Path(request.checkpoint)
-    experiment, details = read_weights_file(file, request.objective, request.latents)
+    experiment = read_weights_file(file, request.objective, request.latents)
     check_shapes(experiment, file)
-    return experiment, details
+    return experiment
 
 
-def read_run(path: str | Path) -> tuple[Experiment, dict[str, Any]]:
-    """Read experiment and manifest of a run that was started, which may come from anywhere."""
+def read_run(path: str | Path) -> Experiment:
+    """Read the experiment, with its manifest, of a run that was started, which may come from anywhere."""
     run = RunFolder(path)
     experiment, details = Experiment.of_run(run), run.manifest()
     if not isinstance(details.get("data"), dict) or not isinstance(details["data"].get("manifest"), dict):
         raise ValueError(f"{run.manifest_file} has no manifest of the data (data.manifest)")
-    return experiment, details
+    return replace(experiment, details=details)
 
 
 def load_net(experiment: Experiment, weights: Path) -> tuple[Backbone, str | None]:
@@ -267,14 +256,14 @@ def check_shapes(experiment: Experiment, file: Path) -> None:
         raise ValueError(f"{file}: weights do not match the model: {mismatch}")
 
 
-def complete(request: SamplingConfig, experiment: Experiment) -> SamplingConfig:
+def complete(request: T, experiment: Experiment) -> T:
     """Check a request, and take what it leaves open from the configuration of its run."""
-    if request.num_samples is None:
+    if (num_samples := request.num_samples) is None:
         raise ValueError("num_samples=null must be a number")
-    check_positive("num_samples", request.num_samples)
+    check_positive("num_samples", num_samples)
     if request.batch_size is not None:
         check_positive("batch_size", request.batch_size)
-    if request.first_seed < 0 or request.first_seed + request.num_samples > NUM_SEEDS:
+    if request.first_seed < 0 or request.first_seed + num_samples > NUM_SEEDS:
         rule = f"must not be negative, and the last seed less than {NUM_SEEDS}"
         raise ValueError(f"first_seed={request.first_seed} {rule}")
     precision, compiled = request.mixed_precision.lower(), request.compile.lower()  # a YAML `true` is "True"

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from builders.drawing import Drawing, cache_key, start_drawing
-from builders.experiment import as_node
+from builders.experiment import Experiment, as_node
 from builders.references import of_latents
-from builders.sampling import DrawRequest, SamplingConfig, open_model, read_request
+from builders.sampling import SamplingConfig, open_model, read_request
 from data import open_images
 from evaluation import ArrayImages, Reference, Suite, open_reference
 from evaluation.files import fingerprint
@@ -94,8 +94,12 @@ def suite_node(request: ScoreConfig) -> Node:
     return read_nodes(node, "evaluation")
 
 
-def check_request(request: ScoreConfig) -> tuple[Node, DrawRequest | None]:
-    """Check that the keys that are given belong together; return the suite, and what is drawn if any is."""
+def check_request(request: ScoreConfig) -> tuple[ScoreConfig, Node, Experiment | None]:
+    """Check that the keys that are given belong together.
+
+    Returns:
+        The request, completed, its suite, and the experiment that samples are drawn from, if any are.
+    """
     check_choice("mode", request.mode, ("score", "reference"))
     suite = suite_node(request)
     draws = request.run is not None or request.checkpoint is not None
@@ -125,8 +129,12 @@ def check_request(request: ScoreConfig) -> tuple[Node, DrawRequest | None]:
     if samples and Path(samples).is_dir() and request.num_samples is None:
         rule = "is a folder, which may have older images in it: give their number as num_samples=N"
         raise ValueError(f"samples={samples} {rule}")
-    counted = replace(request, num_samples=request.num_samples or suite.arguments["num_samples"])
-    return suite, read_request(counted) if draws else None
+    if not draws:
+        return request, suite, None
+    request, experiment = read_request(
+        replace(request, num_samples=request.num_samples or suite.arguments["num_samples"])
+    )
+    return request, suite, experiment
 
 
 def open_suite(node: Node, request: ScoreConfig, out: Path, launch: Launch) -> Suite:
@@ -183,11 +191,11 @@ class NetworkSamples:
 
     images: Drawing  # once `cache` has resolved how they are drawn
 
-    def __init__(self, request: ScoreConfig, drawn: DrawRequest, launch: Launch):
-        self.count, self.name = drawn.keys.num_samples, drawn.keys.name
-        self._model, name, self._record = open_model(drawn, launch)
+    def __init__(self, request: ScoreConfig, experiment: Experiment, launch: Launch):
+        self.count, self.name = int(request.num_samples or 0), request.name
+        self._model, name, self._record = open_model(request, experiment, launch)
         self._launch, self.shape = launch, self._model.image_shape
-        self.out = place_of("out", request.out, drawn.keys.folder, f"scores/{name}.json")
+        self.out = place_of("out", request.out, request.folder, f"scores/{name}.json")
         self._features = request.features_folder(self.out)
 
     def labels(self) -> np.ndarray:

@@ -133,4 +133,4 @@ def runs_to_compare(folder):
 
 def open_weights_file(file, objective=None, latents=None):
     """Load a network from a file of other code, or of `builders.export`, to sample from."""
-    return open_weights(file, *read_weights_file(file, objective, latents), file, ALONE)
+    return open_weights(file, read_weights_file(file, objective, latents), file, ALONE)

@@ -123,8 +123,8 @@ def randn_from(seed):
 def test_the_settings_of_the_table_are_the_published_sampler(name, objective, settings, monkeypatch):
     experiment, precond = network(objective)
     request = resolve(composed("checkpoint=FILE", *settings.split(), config_name="sample"), SampleConfig)
-    monkeypatch.setattr(sampling, "read_source", lambda request: (experiment, {}))
-    experiment = read_request(request).experiment
+    monkeypatch.setattr(sampling, "read_source", lambda request: experiment)
+    _, experiment = read_request(request)
     noise = torch.randn(2, 4, 4, 4, dtype=torch.float64)
     denoise = experiment.guidance(None)(Branch(precond, LABELS))
     x = experiment.sampler()(denoise, noise, precond.path, randn_like=randn_from(1))

@@ -103,7 +103,8 @@ def test_commands_compose_and_validate(command, monkeypatch):
     if program not in ("train.py", "benchmarks.train_step"):
         config = composed(*overrides, config_name=PROGRAMS[program])
         request = resolve(config, OmegaConf.get_type(config))
-        monkeypatch.setattr("builders.scoring.read_request", lambda request: None)  # there is no run
+        # There is no run.
+        monkeypatch.setattr("builders.scoring.read_request", lambda request: (request, None))
         CHECKS.get(program, lambda request: None)(request)
         return
     if program == "benchmarks.train_step":

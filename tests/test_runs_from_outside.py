@@ -250,7 +250,7 @@ def reads_or_refuses(run, request, weights):
     """Read a run as sampling does: what comes out is a network, or one line that names a file of the run."""
     try:
         read_request(request)
-        load_net(read_run(run)[0], weights)
+        load_net(read_run(run), weights)
     except (ValueError, FileNotFoundError) as error:
         assert len(str(error).splitlines()) == 1
         assert str(run) in str(error) or str(error).startswith("model.")

@@ -96,7 +96,7 @@ def test_files_of_public_code_give_its_outputs(code, tmp_path):
     with torch.no_grad():
         expected = denoised_by_the_paper(objective, net, x, t, y)
         torch.testing.assert_close(opened.precond(x, torch.tensor(t), y), expected, rtol=1e-3, atol=1e-4)
-    assert opened.details["data"]["manifest"]["scale"] == 0.18215
+    assert opened.experiment.details["data"]["manifest"]["scale"] == 0.18215
     has_routes = (objective in ("edm", "flow") or "switches" in options) and code != "shallow"
     assert bool(opened.precond.net.routes) == has_routes, "what sparse guidance needs"
     assert opened.precond.net.num_classes == CLASSES
@@ -125,7 +125,7 @@ def test_the_widths_of_larger_lightningdits_are_known(width, heads, tmp_path, mo
     (tmp_path / "file.pt").touch()
     monkeypatch.setattr(weights, "_content", lambda file, shapes_only: state)
     request = SamplingConfig(checkpoint=tmp_path / "file.pt", objective="sit")
-    assert read_source(request)[0].model_node.arguments["num_heads"] == heads
+    assert read_source(request).model_node.arguments["num_heads"] == heads
 
 
 def entries(**more):
@@ -242,7 +242,7 @@ def test_latents_of_another_autoencoder_have_to_be_described(tmp_path):
     with LatentWriter(tmp_path / "latents", manifest) as writer:
         writer.append(np.zeros((2, 6, SIDE, SIDE), np.float32), np.zeros(2, np.int64))
     opened = open_weights_file(tmp_path / "six.pt", "sit", latents=str(tmp_path / "latents"))
-    described = opened.details["data"]["manifest"]
+    described = opened.experiment.details["data"]["manifest"]
     assert (described["scale"], described["untrained_classes"]) == (scale, ())
 
 

@@ -34,7 +34,7 @@ def run(tmp_path_factory):
 
 def opened(run, *overrides):
     request = resolve(composed(f"run={run}", "num_samples=4", *overrides, config_name="sample"), SampleConfig)
-    return open_model(read_request(request), ALONE)
+    return open_model(*read_request(request), ALONE)
 
 
 def files(folder):
@@ -121,7 +121,7 @@ def test_other_samples_have_another_name(run):
     names = set()
     for asked in ("", *options):
         request = resolve(composed(f"run={run}", *asked.split(), config_name="sample"), SampleConfig)
-        names.add(open_model(read_request(request), ALONE)[1])
+        names.add(open_model(*read_request(request), ALONE)[1])
     assert len(names) == 1 + len(options)
 
 
@@ -143,7 +143,7 @@ def test_the_weights_of_a_weak_network_are_recorded(run):
     """Here of the run itself, where no other is named."""
     asked = (f"run={run}", "guidance=auto", "guidance.weak_checkpoint=4")
     request = resolve(composed(*asked, config_name="sample"), SampleConfig)
-    _, _, record = open_model(read_request(request), ALONE)
+    _, _, record = open_model(*read_request(request), ALONE)
     file = run / "checkpoints/step_00000004/ema.safetensors"
     assert record["weak_weights"] == {str(file): sha256(file)}
     assert record["guidance"]["weak_run"] == str(run)
