@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.faults.killing import ALL_ENDED_WITHIN_SEC, TWO, program
-from tests.training.test_trainer import write_latents
+from tests.training.test_trainer import write_moments
 
 
 @pytest.mark.slow
@@ -16,8 +16,8 @@ from tests.training.test_trainer import write_latents
 def test_ranks_that_disagree_refuse_together(tmp_path, fault):
     data = ()
     if fault == "folder":
-        write_latents(tmp_path / "latents", seed=0)
-        write_latents(tmp_path / "elsewhere/latents", seed=1)
+        write_moments(tmp_path / "latents", seed=0)
+        write_moments(tmp_path / "elsewhere/latents", seed=1)
         data = ("data=latents", "data.path=latents", f"output_dir={tmp_path}/runs/r")
     if fault == "code":
         (tmp_path / "elsewhere").mkdir()
