@@ -77,8 +77,7 @@ def build_evaluators(
             mixed_precision=resolved.mixed_precision,
             compile=resolved.compile and model.is_worth_compiling(suite.num_samples),
         )
-        if options.compile:
-            model.compiled  # noqa: B018  now: a failure shows before the first step
+        model = model.compiled if options.compile else model  # now: a failure shows before the first step
         scores = ScoreSamples(suite, Drawing(model, options), run.path / "features/samples")
         evaluators.append((settings.eval_every, scores))
     return evaluators

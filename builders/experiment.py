@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from math import isqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -34,7 +34,7 @@ from training.run_folder import RunFolder
 
 SCALARS = ("method", "run_name", "output_dir", "wait", "seed", "sweep_metric", "decoding")
 GROUPS = ("data", "optimizer", "ema", "sampler", "guidance")
-PARTS = ("block", "router", "rejoin")  # that not every model has
+PARTS = ("block", "router", "rejoin")  # of a model, each optional
 TrainingData = LatentDataset | ShardDataset
 
 
@@ -135,7 +135,7 @@ class Experiment:
         return self.model_node.on_meta
 
     def with_model(self, changes: dict[str, Any]) -> "Experiment":
-        """The experiment of another network."""
+        """The experiment of another network; `written` stays."""
         return replace(self, model_node=_model_node(self.model_node.changed(changes)))
 
     def net(self, device: torch.device | None = None) -> Backbone:
@@ -206,8 +206,7 @@ class Experiment:
         masks_to_tokens = self.token_mask()
         if masks_to_tokens is None or self.routing.force_keep_overflow != "grow":
             return 0.0
-        assert isinstance(dataset, LatentDataset)  # shards have no masks
-        return mask_coverage(dataset, masks_to_tokens, self.train.batch_size)
+        return mask_coverage(cast(LatentDataset, dataset), masks_to_tokens, self.train.batch_size)
 
     def check(self) -> "Experiment":
         """Build every part, the network on the meta device: each checks its own keys."""
@@ -248,10 +247,11 @@ def check_routes(key: str, given: Any) -> list[dict[str, Any]]:
     return [check_arguments(f"{key}.{i}", Route, fields) for i, fields in enumerate(given)]
 
 
-def as_node(found: Any, key: str) -> Node:
-    if not isinstance(found, Node):
-        raise ValueError(f"{key}={found} must name a _target_")
-    return found
+def as_node(group: Any, key: str) -> Node:
+    """The node of a group; a ValueError if it names no `_target_`."""
+    if not isinstance(group, Node):
+        raise ValueError(f"{key}={group} must name a _target_")
+    return group
 
 
 def _model_node(found: Any) -> Node:

@@ -155,7 +155,7 @@ class PartCache:
             after_part()  # with the last parts of other ranks
             if missing := len(self.missing()):
                 count = f"{missing} of {self.num_parts}"
-                raise ValueError(f"{count} parts did not come: run the same command again")
+                raise ValueError(f"{count} parts are missing: run the same command again")
 
     @contextmanager
     def _resumable(self, launch: Launch) -> Iterator[None]:

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import check, gpu
 from benchmarks.collect import PAGES, TABLE, collect, filled
-from benchmarks.results import RESULTS, Record, code_of, read_results
+from benchmarks.results import RESULTS, Record, code_of, read_results, write_record
 from runtime.provenance import environment
 from tests.programs import start
 from tests.runs import ROOT
@@ -84,6 +84,13 @@ def test_a_record_continues_across_commits_and_not_from_a_rehearsal(tmp_path):
     assert [row["commit"] for row in read_results(record.file)] == ["0123456789", changed_code]
     with pytest.raises(ValueError, match=r"is of tiny .*: give another folder"):
         Record("gpu_score", tmp_path, HERE | {"tiny": False})
+
+
+def test_rows_of_an_older_record_keep_the_commit_that_it_names_once(tmp_path):
+    file = Record("gpu_score", tmp_path, HERE | COMMIT).file
+    write_record(file, [{"setting": "old", "ms": 1.0}], HERE | {"commit": "abc"})
+    Record("gpu_score", tmp_path, HERE | COMMIT).add("new", [{"ms": 2.0}])
+    assert [row["commit"] for row in read_results(file)] == ["abc", "0123456789"]
 
 
 def test_what_the_project_has_recorded_is_measured_again_if_asked(tmp_path, stage, monkeypatch):

@@ -204,6 +204,9 @@ def test_a_job_without_parts_is_no_job(run, tmp_path):
     folder = PartCache(tmp_path / "p", {"a": 1}, 2, 1)
     folder.start()
     assert PartCache(tmp_path / "p", {"a": 2}, 2, 1).start() == [0, 1]
+    PartCache(tmp_path / "p", {"a": 2}, 2, 1).write(0, {"x": np.zeros(1)})
+    # What the room on a disk is checked for: parts of another job will be made again.
+    assert [PartCache(tmp_path / "p", {"a": a}, 2, 1).missing() for a in (2, 3)] == [[1], [0, 1]]
     (tmp_path / "link").symlink_to(tmp_path / "p")
     with pytest.raises(ValueError, match=r"link is a link, which may lead anywhere: remove it"):
         PartCache(tmp_path / "link", {"a": 2}, 2, 1).start()
