@@ -13,7 +13,6 @@ from omegaconf import DictConfig
 from builders.recipe import recipe
 from builders.rules import check_finite
 from data.manifest import read_manifest
-from data.shards import read_shard_manifest
 from runtime.config import register_with_hydra, to_plain
 from runtime.nodes import read_nodes
 from runtime.sweep import key_of, sweep_arguments, swept_keys
@@ -32,7 +31,6 @@ def register(program: str, schema: type) -> None:
     resolvers = {
         "default_run_name": _default_run_name,
         "latent_manifest": lambda path, key: getattr(read_manifest(path), key),
-        "shard_manifest": lambda path, key: getattr(read_shard_manifest(path), key),
         "recipe": recipe,
     }
     register_with_hydra(program, schema, resolvers)

@@ -9,11 +9,12 @@ import torch.nn as nn
 
 from builders.auto import Resolved
 from builders.drawing import Drawing, DrawOptions, ImageModel
-from builders.experiment import Experiment, TrainingData
+from builders.experiment import Experiment
 from builders.references import reference_of
 from builders.sampling import open_run
 from builders.scoring import build_suite
 from data import (
+    LatentDataset,
     MixtureDataset,
     encoder_for,
     held_out_batches,
@@ -35,7 +36,7 @@ EVALUATION_BATCH = 64
 def build_evaluators(
     experiment: Experiment,
     run: RunFolder,
-    dataset: TrainingData,
+    dataset: LatentDataset,
     launch: Launch,
     net: nn.Module,
     ema_net: nn.Module,
@@ -110,7 +111,7 @@ def grid_of(num_classes: int) -> tuple[int, int]:
 
 
 def _image_model(
-    experiment: Experiment, dataset: TrainingData, launch: Launch, denoiser: Precond
+    experiment: Experiment, dataset: LatentDataset, launch: Launch, denoiser: Precond
 ) -> tuple[ImageModel, Any]:
     manifest, official = dataset.manifest, experiment.decoding == "official"
     try:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from math import isqrt
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -17,7 +17,7 @@ from builders.config import OF_OPTIMIZER, register, resolve_nodes
 from builders.kept_tokens import KeptTokensLoss
 from builders.rules import check_latents, check_rules
 from builders.schemas import Config, RoutingConfig, TrainConfig, check_train
-from data import LatentDataset, ShardDataset, mask_coverage
+from data import LatentDataset, mask_coverage
 from diffusion import Guidance, Loss, Precond
 from models import Backbone, token_mask
 from routing import Route, RoutePlan
@@ -35,7 +35,6 @@ from training.run_folder import RunFolder
 SCALARS = ("method", "run_name", "output_dir", "wait", "seed", "sweep_metric", "decoding")
 GROUPS = ("data", "optimizer", "ema", "sampler", "guidance")
 PARTS = ("block", "router", "rejoin")  # of a model, each optional
-TrainingData = LatentDataset | ShardDataset
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +182,7 @@ class Experiment:
         guidance.load(open_precond)
         return guidance
 
-    def data(self, launch: Launch = ALONE) -> TrainingData:
+    def data(self, launch: Launch = ALONE) -> LatentDataset:
         """The data, opened on the first rank before the others; all ranks must start alike."""
         with launch.main_first():
             dataset = self.data_node.bind()()
@@ -201,12 +200,12 @@ class Experiment:
         patch_size = self.latent_shape[1] // isqrt(self.meta_net.num_tokens)
         return partial(token_mask, patch_size=patch_size) if self.train.masked_loss else None
 
-    def mask_coverage(self, dataset: TrainingData) -> float:
+    def mask_coverage(self, dataset: LatentDataset) -> float:
         """The fraction of the tokens that masks force to stay, where windows grow by them."""
         masks_to_tokens = self.token_mask()
         if masks_to_tokens is None or self.routing.force_keep_overflow != "grow":
             return 0.0
-        return mask_coverage(cast(LatentDataset, dataset), masks_to_tokens, self.train.batch_size)
+        return mask_coverage(dataset, masks_to_tokens, self.train.batch_size)
 
     def check(self) -> "Experiment":
         """Build every part, the network on the meta device: each checks its own keys."""

@@ -12,7 +12,6 @@ from runtime.targets import walk
 if TYPE_CHECKING:
     from builders.experiment import Experiment
 
-STREAMED_DATA = "data.open_shards"
 RECONSTRUCTS = "diffusion.EDMPrecond"
 COUNTS = {"data.num_entries", "data.num_components", "data.num_images", "evaluation.batch_size"}
 DRAWN_DATA = ("data.synthetic", "data.mixture")
@@ -50,11 +49,8 @@ def check_rules(experiment: "Experiment", num_processes: int) -> None:
     check_not_negative("data.seed", data.arguments.get("seed", 0))
     if data.target in DRAWN_DATA:
         _check_drawn(data.arguments)
-    if data.target == STREAMED_DATA and train.num_workers:
-        rule = "must be 0 for data=stream, which reads ahead by itself"
-        raise ValueError(f"train.num_workers={train.num_workers} {rule}")
     if experiment.evaluation is not None:
-        _check_evaluation(experiment.evaluation.arguments, train, data.target)
+        _check_evaluation(experiment.evaluation.arguments, train)
 
 
 def _check_routes(experiment: "Experiment") -> None:
@@ -82,7 +78,7 @@ def _check_kept_tokens(experiment: "Experiment") -> None:
             raise ValueError(f"train.reconstruction_weight={weight} needs diffusion=edm")
 
 
-def _check_evaluation(evaluation: dict[str, Any], train: TrainConfig, data_target: str) -> None:
+def _check_evaluation(evaluation: dict[str, Any], train: TrainConfig) -> None:
     if "labels" in evaluation:
         check_choice("evaluation.labels", evaluation["labels"], LABELS)
     if train.eval_every and train.eval_every % train.save_every:
@@ -90,8 +86,6 @@ def _check_evaluation(evaluation: dict[str, Any], train: TrainConfig, data_targe
             f"train.eval_every={train.eval_every} must be a multiple of train.save_every="
             f"{train.save_every} where samples are scored, so that a failure there loses nothing"
         )
-    if data_target == STREAMED_DATA and evaluation.get("reference") is None:
-        raise ValueError("evaluation.reference=null, the training images, must be a file for data=stream")
 
 
 def check_finite(config: dict[str, Any]) -> None:

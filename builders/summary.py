@@ -42,8 +42,6 @@ def summary(
     if details["device"] == "cpu":
         freed = "retained" if resolved.keep_freed_memory else "returned to the system"
         lines.append(f"memory     freed memory: {freed} (train.keep_freed_memory)")
-    if "note" in details["data"]:
-        lines.append(f"data       {details['data']['note']}")
     if train.eval_every and not manifest.num_held_out:
         lines.append("evaluation no val_loss_dense: the data have no held-out entries (num_held_out)")
     lines += [f"changed    {change}" for change in details["changes"]]

@@ -14,17 +14,11 @@ from accelerate.utils import DistributedDataParallelKwargs
 from builders.auto import Resolved, resolve_auto
 from builders.estimate import Estimate, bytes_in_memory, estimate, free_disk, free_memory
 from builders.evaluators import build_evaluators, check_sweep_metric, drawing_flops
-from builders.experiment import Experiment, TrainingData
+from builders.experiment import Experiment
 from builders.public import carries_configuration, num_heads_of, precond_of
 from builders.schemas import OBJECTIVES_OF_OTHERS
 from builders.summary import check_resources, summary, warnings
-from data import (
-    ShardDataset,
-    ShardStream,
-    entries_by_step,
-    shards_by_step,
-    stream,
-)
+from data import LatentDataset, entries_by_step, stream
 from models import Backbone, cost_of
 from models.cost import Cost
 from routing import Routing
@@ -105,7 +99,7 @@ def check_init_shapes(experiment: Experiment) -> None:
         raise ValueError(f"data.num_classes={num_classes} {rule}")
 
 
-def build_trainer(experiment: Experiment, run: RunFolder, dataset: TrainingData, launch: Launch) -> Trainer:
+def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset, launch: Launch) -> Trainer:
     """Build all that a run needs, load its newest checkpoint if it has one, and only then write.
 
     The folder must be locked.
@@ -169,7 +163,7 @@ def _start_writing(
     experiment: Experiment,
     resolved: Resolved,
     trainer: Trainer,
-    dataset: TrainingData,
+    dataset: LatentDataset,
     run: RunFolder,
     init_from: dict[str, Any] | None,
     cost: Cost,
@@ -226,22 +220,25 @@ def _prepare(net: Backbone, compiled: bool, num_lengths: int) -> nn.Module:
 def _build_batches(
     experiment: Experiment,
     resolved: Resolved,
-    dataset: TrainingData,
+    dataset: LatentDataset,
     recorder: Recorder,
 ) -> Batches:
     launch, seed, masked = recorder.launch, experiment.seed, experiment.train.masked_loss
     sizes = {"batch_size": experiment.train.batch_size, "micro_batch_size": resolved.micro_batch_size}
-    share = {"rank": launch.rank, "world_size": launch.world_size}
-    order = {"seed": seed, **sizes, **share, "pin_memory": launch.device.type == "cuda"}
     masks_to_tokens = experiment.token_mask()
-    if isinstance(dataset, ShardDataset):
-        read = partial(ShardStream, dataset, **order)
-        entries = shards_by_step(dataset, seed, **sizes, world_size=launch.world_size)
-    else:
-        counting = masks_to_tokens if experiment.routing.force_keep_overflow == "grow" else None
-        masking = {"with_masks": masked, "token_mask": counting}
-        read = partial(stream, dataset, **order, **masking, num_workers=resolved.num_workers)
-        entries = entries_by_step(dataset, seed, sizes["batch_size"])
+    read = partial(
+        stream,
+        dataset,
+        seed=seed,
+        **sizes,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        num_workers=resolved.num_workers,
+        pin_memory=launch.device.type == "cuda",
+        with_masks=masked,
+        token_mask=masks_to_tokens if experiment.routing.force_keep_overflow == "grow" else None,
+    )
+    entries = entries_by_step(dataset, seed, sizes["batch_size"])
 
     def check_std(std: torch.Tensor) -> None:
         if warning := dataset.manifest.std_warning(std):

@@ -17,7 +17,6 @@ from data.images import ImageFiles, NpzImages, centre_crop, open_images
 from data.latents import LatentDataset, open_latents
 from data.manifest import LatentManifest, manifest_from, read_manifest
 from data.mixture import MixtureDataset, mixture
-from data.shards import ShardDataset, ShardStream, open_shards, shards_by_step
 from data.stream import (
     StoredBatch,
     StreamOrder,

@@ -1,4 +1,4 @@
-"""Check every block of a latent folder, or of a folder of shards, against the checksums of its manifest.
+"""Check every block of a latent folder against the checksums of its manifest.
 
 python -m data.verify path=latents/NAME
 """
@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from data.latents import open_latents
 from data.manifest import LatentManifest, read_manifest
-from data.shards import SHARDS_FILE, open_shards
 from data.writer import hash_block
 from runtime.config import command, run_main
 
@@ -23,7 +22,7 @@ from runtime.config import command, run_main
 class VerifyConfig:
     """The keys of `data.verify`."""
 
-    path: str  # a latent folder, or a folder of shards
+    path: str  # a latent folder
 
 
 def damages(path: Path, manifest: LatentManifest) -> Iterator[str | None]:
@@ -61,12 +60,9 @@ def main(request: VerifyConfig) -> None:
     if found:
         what = f"{len(found)} of {total} blocks are damaged"
         raise ValueError(f"{path}: {what}: restore them from a copy, or make the folder again")
-    arrays = {file.name for file in path.iterdir() if file.suffix in (".npy", ".tar")}
-    is_shards = (path / SHARDS_FILE).exists()
-    unknown = arrays.union([SHARDS_FILE] if is_shards else []) - manifest.checksums.keys()
-    if unknown:
+    if unknown := {file.name for file in path.glob("*.npy")} - manifest.checksums.keys():
         raise ValueError(f"{path / min(unknown)} has no checksums in the manifest: it cannot be checked")
-    (open_shards if is_shards else open_latents)(str(path))
+    open_latents(path)
     print(f"{path}: all {total} blocks are intact")
 
 

@@ -20,12 +20,10 @@ from PIL import Image
 from safetensors.torch import save
 
 from builders.scoring import read_labels
-from data import open_images, open_latents, open_shards, read_manifest
+from data import open_images, open_latents, read_manifest
 from data.encoders import load_encoder
 from data.importers import FORMATS
 from data.listing import list_images
-from data.make_shards import write_shards
-from data.shards import read_shard_manifest
 from data.verify import damages
 from evaluation import open_reference
 from evaluation.detectors import inception
@@ -59,13 +57,6 @@ def read_latents(path):
     return open_latents(str(path), **SIZES)
 
 
-def read_stream(path):
-    read_shard_manifest.cache_clear()  # of another test's folder of this name
-    dataset = open_shards(str(path), **SIZES)
-    shards = zip(dataset.names, dataset.counts, strict=True)
-    return [dataset.read_shard(name, int(count)) for name, count in shards]
-
-
 def read_reference(path):
     return open_reference(path, open_images)
 
@@ -97,12 +88,6 @@ def latent_folder(name=None, data=None):
     masks = np.ones((COUNT, 4, 4), np.uint8)
     write_latents("latents", np.ones((COUNT, *SHAPE)), np.arange(COUNT) % 2, masks, num_held_out=1)
     return written(f"latents/{name}", data).parent if name else Path("latents")
-
-
-def shards_folder(name=None, data=None):
-    latents = write_latents("to_shard", np.ones((COUNT, *SHAPE)), np.arange(COUNT) % 2, num_held_out=1)
-    write_shards(latents, Path("shards"), 3)
-    return written(f"shards/{name}", data).parent if name else Path("shards")
 
 
 def with_json(folder, name, **changes):
@@ -144,9 +129,9 @@ def npy_folder(data, labels=LABELS):
     return written("npys/a.npy", data).parent
 
 
-def wds(data, suffix, path="w.tar", change=lambda info: None, name="a"):
+def wds(data, suffix, change=lambda info: None, name="a"):
     """A tar of one sample, whose header `change` may spoil."""
-    with tarfile.open(path, "w") as tar:
+    with tarfile.open("w.tar", "w") as tar:
         for member, content in ((f"{name}.cls", b"0"), (f"{name}.{suffix}", data)):
             info = tarfile.TarInfo(member)
             info.size = len(content)
@@ -156,12 +141,7 @@ def wds(data, suffix, path="w.tar", change=lambda info: None, name="a"):
                 tar.addfile(info, io.BytesIO(content))
             else:  # a header alone
                 tar.offset += tar.fileobj.write(info.tobuf(tar.format))
-    return Path(path)
-
-
-def shard_of(data, change=lambda info: None):
-    folder = shards_folder()
-    return wds(data, "latents.npy", folder / "train-000000.tar", change).parent
+    return Path("w.tar")
 
 
 def parts(data):
@@ -218,20 +198,10 @@ def cut_holes(path):
 
 def endless_holes(path):
     """A tar whose list of holes goes on to its end."""
-    member = tarfile.TarInfo("a.latents.npy")
+    member = tarfile.TarInfo("a.latent.npy")
     sparse = {"major": "1", "minor": "0", "name": "a", "realsize": "9"}
     member.pax_headers = {f"GNU.sparse.{key}": value for key, value in sparse.items()}
     return written(path, member.tobuf(tarfile.PAX_FORMAT) + f"{10**9}\n".encode() + b"1\n" * 2**25)
-
-
-def crowded(path):
-    """A tar of one sample with many files."""
-    with tarfile.open(path, "w") as tar:
-        for i in range(100):
-            info = tarfile.TarInfo(f"a.{i}")
-            info.size = 2**13
-            tar.addfile(info, io.BytesIO(bytes(2**13)))
-    return path
 
 
 def inflated(path, name, data):
@@ -299,7 +269,6 @@ ARRAYS = {
     "labels": (read_latents, partial(latent_folder, "labels.npy"), (10**30,), "<i8"),
     "masks": (read_latents, partial(latent_folder, "masks.npy"), (HUGE, 4, 4), "|u1"),
     "part": (read_part, parts, (HUGE,), "|u1"),
-    "shard": (read_stream, shard_of, (HUGE,), "|u1"),
     "tread_wds": (tread, lambda data: wds(data, "latent.npy"), (HUGE,), "|u1"),
     "repa": (repa, npy_zip, (HUGE,), "|u1"),
     "folder of repa": (repa, npy_folder, (HUGE,), "|u1"),
@@ -321,8 +290,6 @@ ARRAY_DAMAGE = {
 }
 JSON = {
     "manifest": (read_latents, partial(latent_folder, "manifest.json")),
-    "manifest of shards": (read_stream, partial(shards_folder, "manifest.json")),
-    "shards.json": (read_stream, partial(shards_folder, "shards.json")),
     "dataset.json": (list_images, images_with_labels),
     "labels in a zip": (repa, lambda text: npy_zip(ZEROS, text, zipfile.ZIP_DEFLATED)),
 }
@@ -333,7 +300,6 @@ JSON_DAMAGE = {
     "length": (b"{}" + b" " * (17 * 2**20), "more than .* bytes"),
 }
 TARS = {
-    "shard": (read_stream, lambda write: write(shards_folder() / "train-000000.tar").parent),
     "tread_wds": (tread, lambda write: write(Path("w.tar"))),
 }
 NOTES = "takes? more than .* bytes"
@@ -377,12 +343,6 @@ def lightningdit_of_pickles():
     return saved({"mean": Malicious(), "std": Malicious()}, file.with_name("latents_stats.pt")).parent
 
 
-def lying_shards(name):
-    counts = {"train-000000.tar": 3, "train-000001.tar": 2, "held_out-000000.tar": 1, name: HUGE}
-    folder = with_json(shards_folder(), "shards.json", **counts)
-    return with_json(folder, "manifest.json", count=sum(counts.values()))
-
-
 def latents_of(**changes):
     return with_json(latent_folder(), "manifest.json", **changes)
 
@@ -410,13 +370,6 @@ OTHERS = [
      lambda: latents_of(origin={"a": [[]] * 2**18}), "brackets in .* bytes"),
     ("manifest: blocks", lambda path: list(damages(path, read_manifest(path))),
      lambda: latents_of(block_bytes=10**30), "block_bytes=.* and at most"),
-    ("shards.json: count", read_stream, lambda: lying_shards("train-000000.tar"), "."),
-    ("shards.json: count held out", read_stream, lambda: lying_shards("held_out-000000.tar"), "."),
-    ("shard: a hole", read_stream, lambda: shard_of(ZEROS, hole), "declares .* bytes, must be a file"),
-    ("shard: a member", read_stream, lambda: shard_of(ZEROS, huge), "declares .* bytes, must be a file"),
-    ("shard: a crowd of files", read_stream,
-     lambda: crowded(shards_folder() / "train-000000.tar").parent,
-     "declares .* bytes, must be a file"),
     ("tread_wds: a hole", tread,
      lambda: wds(ZEROS, "latent.npy", change=hole), "declares .* bytes, must be a file"),
     ("tread_wds: a class", tread,
@@ -438,10 +391,6 @@ OTHERS = [
     ("images: a side", partial(read_images, resolution=8), lambda: png(2**31 - 1), "exceeds limit"),
     ("images: a size in a zip", partial(read_images, resolution=8),
      lambda: inflated("a.zip", "a.webp", b"RIFF" + b"\0" * 2**20), "must have at most .*"),
-    *((f"shards.json: {name!r}", read_stream,
-       lambda name=name: with_json(shards_folder(), "shards.json", **{name: 1}),
-       "must list shards train-N.tar and held_out-N.tar")
-      for name in ("../train-0.tar", "/train-0.tar", "x/train-0.tar", "pipe:touch x", "train-0.tar\n")),
     *((f"checksums: {name}", read_manifest, lambda name=name: latents_of(checksums={name: ["0" * 64]}),
        r"manifest\.json is not a latent manifest: checksums=.* the folder itself")
       for name in ("../secret", "/etc/hostname", "a/../../secret", "..")),
@@ -474,8 +423,6 @@ VALID = {
     "latents": (read_latents, latent_folder, "latents.npy"),
     "labels": (read_latents, latent_folder, "labels.npy"),
     "manifest": (read_latents, latent_folder, "manifest.json"),
-    "shards.json": (read_stream, shards_folder, "shards.json"),
-    "shard": (read_stream, shards_folder, "train-000000.tar"),
     "tread_wds": (tread, lambda: wds(LATENT, "latent.npy"), ""),
     "repa": (repa, lambda: npy_zip(LATENT), ""),
     "folder of repa": (repa, lambda: npy_folder(LATENT), "a.npy"),

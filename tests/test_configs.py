@@ -112,7 +112,7 @@ def latents(tmp_path):
 
 
 def needs_path(option):
-    return option in ("latents", "latents_published", "imagenet256", "imagenet512", "stream")
+    return option in ("latents", "latents_published", "imagenet256", "imagenet512")
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)

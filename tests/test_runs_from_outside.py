@@ -72,7 +72,7 @@ CODE = [
     ([("configs/sampler/own.yaml", b"_target_: timeit.timeit\n"), {"sampler": TIMEIT}],
      "config.yaml: sampler._target_=timeit.timeit must be diffusion.adaptive"),
     ({"output_dir": "${oc.env:HOME}"}, "config.yaml: it has interpolations, which no run writes"),
-    ("loop: !!pairs [a: '${shard_manifest:http://127.0.0.1:9/${oc.env:HOME},count}']\n",
+    ("loop: !!pairs [a: '${latent_manifest:${oc.env:HOME},count}']\n",
      "config.yaml is damaged: it has the tag tag:yaml.org,2002:pairs"),
     ("seed: !!python/object/apply:os.system ['touch EXECUTED']\n",
      "config.yaml is damaged: it has the tag tag:yaml.org,2002:python/object/apply:os.system"),
@@ -170,12 +170,9 @@ def test_a_manifest_of_other_data_is_refused(run):
     assert "data.input_size=8 must be 4096, as in run/manifest.json" in told("sample")
 
 
-@pytest.mark.parametrize(
-    ("target", "path"), [("data.digits", "../OUTSIDE"), ("data.open_shards", "http://127.0.0.1:9/x")]
-)
-def test_a_run_neither_writes_its_data_somewhere_nor_sends_anybody_to_fetch_them(run, target, path):
-    spoil_run(run, {"data": {"_target_": target, "path": path, **SIZES}})
-    assert told("advise") == f"run=run: data.path={path} is not a folder here: set data_path=PATH"
+def test_a_run_writes_its_data_nowhere(run):
+    spoil_run(run, {"data": {"_target_": "data.digits", "path": "../OUTSIDE", **SIZES}})
+    assert told("advise") == "run=run: data.path=../OUTSIDE is not a folder here: set data_path=PATH"
 
 
 def test_a_batch_that_a_manifest_declares_is_bounded(run):

@@ -30,7 +30,7 @@ FREE_KEYS += tuple(f"train.{key}" for key in FREE_OF_TRAIN)
 SCORING_KEYS = ("decoding", "evaluation", "guidance", "sampler")
 # What a resume with another of these does to the numbers.
 EFFECTS = {
-    "num_processes": "sums are rounded differently; data=stream reads other shards from here on",
+    "num_processes": "sums are rounded differently",
     "micro_batch_size": "noise, dropped labels and tokens are other draws from here on",
     "code": "results may differ",
 }

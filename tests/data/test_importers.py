@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from data import convert, open_latents
 from data.importers import FORMATS
-from data.tars import samples
+from data.tars import MAX_OVERHEAD_BYTES, samples
 from data.unpickle import unpickle_array
 from runtime.errors import UserError
 from tests.data.test_listing import pack
@@ -134,12 +134,24 @@ def test_samples_of_one_name_in_two_folders_are_two(tmp_path):
     write_tar(tmp_path / "two.tar", members)
     with (tmp_path / "two.tar").open("rb") as file:
         assert [key for key, _ in samples(file, 2)] == ["a/0", "b/0"]
+        file.seek(0)
+        with pytest.raises(
+            ValueError, match=r"a/0\.latent\.npy declares 1 bytes, must be a file of at most 0"
+        ):
+            list(samples(file, 1))
     write_tar(tmp_path / "twice.tar", [members[0]] * 2)
     with (
         (tmp_path / "twice.tar").open("rb") as file,
         pytest.raises(ValueError, match=r"a/0\.cls occurs twice"),
     ):
         list(samples(file, 2))
+
+
+def test_a_tar_may_hold_more_samples_than_one_may_take_bytes(tmp_path):
+    write_tar(tmp_path / "many.tar", [(f"{i}.cls", b"0") for i in range(200)])
+    assert (tmp_path / "many.tar").stat().st_size > 3 * MAX_OVERHEAD_BYTES
+    with (tmp_path / "many.tar").open("rb") as file:
+        assert len(list(samples(file, 1))) == 200
 
 
 @pytest.mark.parametrize("stored_as", ["samples", "mean_logvar", "mean_std"])

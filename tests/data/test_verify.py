@@ -3,8 +3,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from data import open_latents, read_manifest, verify
-from data.make_shards import write_shards
+from data import read_manifest, verify
 from tests.latents import write_latents
 from tests.runs import composed
 
@@ -89,20 +88,3 @@ def test_folders_without_checksums_are_refused(folder, tmp_path):
         call(folder)
     with pytest.raises(SystemExit, match=r"data.path=.*must be a latent folder"):
         call(tmp_path)
-
-
-def test_shards_are_checked_as_well(folder, tmp_path, capsys):
-    dataset = open_latents(folder)
-    with pytest.raises(ValueError, match="conditioning_type=mask: shards hold no masks"):
-        write_shards(dataset, tmp_path / "shards", 4)
-    write_shards(write_latents(tmp_path / "b", np.zeros((6, 1, 8, 8))), tmp_path / "shards", 4)
-    call(tmp_path / "shards")
-    assert "all 3 blocks" in capsys.readouterr().out
-    listing = (tmp_path / "shards" / "shards.json").read_text()
-    (tmp_path / "shards" / "shards.json").write_text('{"train-000000.tar": 4}')
-    with pytest.raises(SystemExit, match="1 of 3 blocks are damaged"):
-        call(tmp_path / "shards")
-    (tmp_path / "shards" / "shards.json").write_text(listing)
-    (tmp_path / "shards" / "train-000001.tar").write_bytes(b"x")
-    with pytest.raises(SystemExit, match="1 of 3 blocks are damaged"):
-        call(tmp_path / "shards")

@@ -4,29 +4,23 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
-from data import LatentWriter, convert, make_shards, open_latents
+from data import LatentWriter, convert, open_latents
 from data.writer import lock_of
 from runtime.errors import UserError
 from runtime.lock import Busy
 from tests.data.test_importers import write_tread
-from tests.latents import write_latents
 from tests.runs import ROOT, composed
 
 DIGITS = "import sys; from data import digits; digits(sys.argv[1], 8, 1, 10)"
 
 
-@pytest.fixture(params=["convert", "make_shards"])
-def write(request, tmp_path):
+@pytest.fixture
+def write(tmp_path):
     """A program that writes `out`."""
-    out = f"out={tmp_path / 'out'}"
-    if request.param == "convert":
-        request = ("format=tread_wds", f"source={write_tread(tmp_path / 'in')}", out)
-        return lambda: convert.main(composed(*request, config_name="convert"))
-    write_latents(tmp_path / "in", np.zeros((20, 1, 4, 4)))
-    return lambda: make_shards.main(composed(f"path={tmp_path / 'in'}", out, config_name="make_shards"))
+    request = ("format=tread_wds", f"source={write_tread(tmp_path / 'in')}", f"out={tmp_path / 'out'}")
+    return lambda: convert.main(composed(*request, config_name="convert"))
 
 
 def test_a_second_writer_names_the_first_and_exits(tmp_path, write):
@@ -44,7 +38,6 @@ def test_what_a_killed_program_left_is_removed_by_the_next(tmp_path, write, monk
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("data.writer.shutil.rmtree", lambda *_, **__: None)  # nothing is cleaned up
         patch.setattr(LatentWriter, "append", kill)
-        patch.setattr(make_shards, "hash_blocks", kill)
         write()
     assert (tmp_path / ".out.partial").is_dir()
     write()
