@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 
-from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
+from runtime.files import read_json
 
 FORMAT_VERSION = 1
 KINDS = ("samples", "moments")
@@ -185,17 +185,7 @@ def read_manifest(path: str | Path) -> LatentManifest:
             f"data.path={path} must be a latent folder, but {file} is not there: `python -m data.encode` "
             "makes one of images, `python -m data.convert` of other formats (data/README.md)"
         )
-    with file.open("rb") as opened:
-        return load_manifest(opened, str(file))
-
-
-def load_manifest(file: BinaryIO, name: str) -> LatentManifest:
-    """Read a manifest from an open file."""
-    try:
-        fields = parse_json(read_bounded(file, MAX_JSON_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not a latent manifest: {error}") from error
-    return manifest_from(fields, name)
+    return manifest_from(read_json(file), str(file))
 
 
 def manifest_from(fields: dict[str, Any], name: str) -> LatentManifest:
