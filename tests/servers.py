@@ -1,38 +1,26 @@
-"""Local servers of the files of a folder, by HTTP or as an S3 bucket, with faults on request."""
+"""A local HTTP server of the files of a folder, with faults on request."""
 
-import os
 import threading
 import time
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from s3fs import S3FileSystem
-
-PIECES, PIECE_SEC = 8, 0.05  # of a file that is sent slowly
-SILENT_SEC = 0.6
-ENVIRONMENT = {
-    "AWS_ACCESS_KEY_ID": "name",
-    "AWS_SECRET_ACCESS_KEY": "secret",
-    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-    "AWS_CONFIG_FILE": os.devnull,
-    "AWS_EC2_METADATA_DISABLED": "true",
-    "no_proxy": "127.0.0.1",
-}
+PIECES, PAUSE_SEC = 8, 0.05  # between the bytes of a drip
 
 
 class Server(ThreadingHTTPServer):
-    """Serve the files of a folder; the next requests whose paths end in `of` meet the `faults`, one each.
+    """Serve the files of a folder; the next requests meet the `faults`, one each.
 
     `starts` are those of ranges that were asked for, which `ranges` obeys; `stated` headers replace others.
-    A fault is a status, an address to redirect to, "mute" (no answer), "cut" or "silent" after half of the
-    file, "slow", "endless" after the file, "drip" (a byte now and then) or "drip headers".
+    A fault is an address to redirect to, "cut" after half of the file, "endless" after the file, "drip" (a
+    byte now and then) or "drip headers".
     """
 
-    def __init__(self, folder, handler):
-        self.folder, self.asked, self.faults, self.of = Path(folder), [], [], ""
+    def __init__(self, folder):
+        self.folder, self.faults = Path(folder), []
         self.starts, self.ranges, self.stated = [], True, {}
-        super().__init__(("127.0.0.1", 0), handler)
+        super().__init__(("127.0.0.1", 0), Files)
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     @property
@@ -52,13 +40,8 @@ class Files(BaseHTTPRequestHandler):
 
     def do_GET(self):
         server = self.server
-        server.asked.append(self.path)
-        fault = server.faults.pop(0) if server.faults and self.path.endswith(server.of) else None
-        if isinstance(fault, int):
-            self.send_error(fault)
-        elif fault == "mute":
-            time.sleep(SILENT_SEC)
-        elif fault and fault.startswith("http:"):
+        fault = server.faults.pop(0) if server.faults else None
+        if fault and fault.startswith("http:"):
             self.send_response(302)
             self.send_header("Location", fault)
             self.end_headers()
@@ -78,23 +61,18 @@ class Files(BaseHTTPRequestHandler):
             self.wfile.write(file.read_bytes() if fault == "endless" else b"")
             while True:
                 self.wfile.write(bytes(2**20) if fault == "endless" else b"x")
-                time.sleep(0 if fault == "endless" else PIECE_SEC)
+                time.sleep(0 if fault == "endless" else PAUSE_SEC)
 
     def answer(self, fault):
-        self.send_file(self.path, fault)
-
-    def send_file(self, name, fault):
-        file = self.server.folder / name.lstrip("/")
-        if file.is_file():
-            self.send(200, file.read_bytes(), fault)
-        else:
-            self.send(404, error("NoSuchKey", "The specified key does not exist."))
-
-    def send(self, status, data, fault=None):
-        first, server = int(self.headers.get("Range", "bytes=0-")[6:-1]), self.server
+        file = self.server.folder / self.path.lstrip("/")
+        if not file.is_file():
+            self.send_error(404)
+            return
+        data, server = file.read_bytes(), self.server
+        first = int(self.headers.get("Range", "bytes=0-")[6:-1])
         server.starts += [first] if self.command == "GET" else []
         first = first if server.ranges else 0
-        self.send_response(206 if first else status)
+        self.send_response(206 if first else 200)
         for key, value in {"Content-Length": len(data) - first, **server.stated}.items():
             if value is not None:
                 self.send_header(key, value)
@@ -103,39 +81,17 @@ class Files(BaseHTTPRequestHandler):
             return
         size = len(data) // PIECES + 1
         for start in range(first, len(data), size):
-            if fault in ("cut", "silent") and start > len(data) // 2:
-                time.sleep(SILENT_SEC if fault == "silent" else 0)
+            if fault == "cut" and start > len(data) // 2:
                 return
-            time.sleep(PIECE_SEC if fault == "slow" else 0)
             self.wfile.write(data[start : start + size])
 
     def log_message(self, *_):
         pass
 
 
-class Bucket(Files):
-    """The part of S3 that reading needs: the objects of the bucket `bucket`."""
-
-    def answer(self, fault):
-        bucket, _, key = self.path.partition("?")[0].lstrip("/").partition("/")
-        if bucket == "bucket":
-            self.send_file(key, fault)
-        else:
-            self.send(404, error("NoSuchBucket", "The bucket does not exist"))
-
-
-def error(code, message):
-    """Return an error in the XML of S3."""
-    return f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
-
-
 @contextmanager
-def serving(kind, folder, monkeypatch):
-    """Serve a folder by "http" or "s3"; yield the server and its address."""
-    with Server(folder, {"http": Files, "s3": Bucket}[kind]) as server:
-        for key, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": server.url}.items():
-            monkeypatch.setenv(key, value)
-        for key in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
-            monkeypatch.delenv(key, raising=False)
-        S3FileSystem.clear_instance_cache()  # of an earlier server
-        yield server, server.url if kind == "http" else "s3://bucket"
+def serving(folder, monkeypatch):
+    """Serve a folder at `server.url`."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with Server(folder) as server:
+        yield server

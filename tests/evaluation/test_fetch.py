@@ -22,7 +22,7 @@ CONTENT = np.random.default_rng(0).bytes(3 * 2**20 + 17)
 def server(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("server")
     (folder / "weights.pth").write_bytes(CONTENT)
-    with serving("http", folder, monkeypatch) as (server, _):
+    with serving(folder, monkeypatch) as server:
         yield server
 
 
