@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from data import encoder_for, open_images, open_latents, read_manifest, real_images
+from data import LatentDataset, encoder_for, open_images, open_latents, read_manifest, real_images
 from data.images import ORIENTATION
 from evaluation import ArrayImages, InceptionDetector, Reference, make_reference
 from evaluation.features import new_cache
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_REFERENCE_BYTES = 2**33
 
 
-def reference_of(dataset: Any, encoder: Any, name: str) -> Reference:
+def reference_of(dataset: LatentDataset, encoder: Any, name: str) -> Reference:
     """Take the training images of latents as reference, and the held-out ones to compare with."""
     one, _ = real_images(dataset, dataset.train_ids[:1], encoder)
     if one.nbytes * len(dataset.train_ids) > MAX_REFERENCE_BYTES:

@@ -4,10 +4,10 @@ Every random draw is a function of (seed, step, index of the micro-batch within 
 resumed run, or one on another number of ranks, draws the same.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Batches:
 
     launch: Launch
     read: Callable[[int], Iterable[Stored]]
-    entries: Callable[[int], Sequence[Any]]
+    entries: Callable[[int], list[int]]
     to_latents: Callable[[torch.Tensor, torch.Generator], torch.Tensor]
     token_mask: Callable[[torch.Tensor], torch.Tensor] | None
     check_std: Callable[[torch.Tensor], None]

@@ -156,7 +156,7 @@ class Window:
             if self.num_in_row >= self.max_skipped_steps:
                 first_skipped = at - self.num_in_row + 1
         if first_skipped is not None:
-            entries = list(self.batches.entries(first_skipped - 1))
+            entries = self.batches.entries(first_skipped - 1)
             more = " and more" if len(entries) > MAX_ENTRIES else ""
             raise NotFinite(
                 f"no finite loss or gradient in {self.max_skipped_steps} or more steps in a row, from step "
@@ -207,9 +207,9 @@ class Window:
         self.variance = (1 - weight) * (self.variance + weight * delta**2)
         return is_spike
 
-    def _largest(self, step: int, row: Sequence[float]) -> list[Any]:
-        names = self.batches.entries(step - 1)
-        return [names[int(place)] for place in row[PLACES:] if place != EMPTY]
+    def _largest(self, step: int, row: Sequence[float]) -> list[int]:
+        entries = self.batches.entries(step - 1)
+        return [entries[int(place)] for place in row[PLACES:] if place != EMPTY]
 
 
 def _merge_ranks(of_ranks: Sequence[Sequence[float]]) -> list[float]:
