@@ -4,7 +4,6 @@ The stage `families` of `python -m benchmarks.gpu`: five classes at their publis
 weights, 12 blocks and 77 tokens of text; one route, blocks 2 to depth-4, ratio 0.5. A step is a forward and a
 backward pass to all weights, in bf16 where the device is fast at it. FLOPs are those of matrix products,
 attention included, as in models/cost.py; torch counts them while one step of each kind runs.
-`python -m tests.routing.family_speed` times every class that can be routed, at one width.
 """
 
 from collections.abc import Callable
@@ -15,10 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.results import Rows
-from benchmarks.runs import count_flops
 from routing import Route, Routing, attach
 from runtime.machine import has_fast_bf16
 from training.speed import interleaved_seconds, speedup
@@ -46,7 +44,6 @@ WIDTHS = {
     "AuraFlowTransformer2DModel": (3072, 12),
     "FluxTransformer2DModel": (3072, 24),
 }
-Built = tuple[nn.Module, dict[str, Any]]  # a model, and arguments of its forward
 
 
 class Size(NamedTuple):
@@ -67,21 +64,14 @@ def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
         for name, width in WIDTHS.items():
             width, batch, repeats = ((64, 1), 1, 1) if tiny else (width, BATCH_TOKENS // num_tokens, REPEATS)
             size = Size(*width, DEPTH, isqrt(num_tokens), batch, NUM_TEXT)
-            build = partial(published, name, size)
-            settings[f"{name}, {num_tokens} tokens"] = partial(measure, build, size, repeats, device)
+            settings[f"{name}, {num_tokens} tokens"] = partial(measure, name, size, repeats, device)
     return settings
 
 
-def published(name: str, size: Size) -> Built:
-    """Build a class as it was published, with fewer blocks and narrower texts, and its inputs."""
-    import diffusers
-
-    options, inputs = options_and_inputs(name, size)
-    return getattr(diffusers, name)(**options), inputs
-
-
 def options_and_inputs(name: str, size: Size) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a class is built with, and what its forward is given."""
+    """The options of a class as it was published, with fewer blocks and narrower texts, and inputs of its
+    forward.
+    """
     width, num_heads, depth, side, N, num_text = size
     # FLUX: 16, 56 and 56 of 128 channels rotate by plane, row and column.
     first = width // num_heads // (8 if width // num_heads % 32 == 0 else 4)
@@ -116,11 +106,14 @@ def options_and_inputs(name: str, size: Size) -> tuple[dict[str, Any], dict[str,
     return options, inputs | text
 
 
-def measure(build: Callable[[], Built], size: Size, repeats: int, device: torch.device) -> Rows:
-    """Time a step of what `build` gives, dense and routed in turn: one row."""
+def measure(name: str, size: Size, repeats: int, device: torch.device) -> Rows:
+    """Time a step of a class, dense and routed in turn: one row."""
+    import diffusers
+
     torch.manual_seed(0)
     with device:  # billions of weights are drawn where they are needed
-        model, inputs = build()
+        options, inputs = options_and_inputs(name, size)
+        model = getattr(diffusers, name)(**options)
     attach(model.train(), [ROUTE])
     steps = {ratio: partial(_step, model, inputs, device, ratio) for ratio in (0.0, RATIO)}
     steps[0.0]()  # a first step may count what later ones do not run
@@ -142,8 +135,15 @@ def measure(build: Callable[[], Built], size: Size, repeats: int, device: torch.
     ]
 
 
+def count_flops(step: Callable[[], object]) -> int:
+    """The FLOPs of the matrix products of a step, attention included, while it runs."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
 def _step(model: nn.Module, inputs: dict[str, Any], device: torch.device, ratio: float) -> None:
     with torch.autocast(device.type, torch.bfloat16, enabled=has_fast_bf16(device)):
-        outputs = tree_leaves(model(**inputs, routing=Routing(ratio)))  # Z-Image has one for each sample
-    sum(x.float().square().mean() for x in outputs if isinstance(x, torch.Tensor)).backward()
+        output = model(**inputs, routing=Routing(ratio)).sample
+    output.float().square().mean().backward()
     model.zero_grad(set_to_none=True)

@@ -1,7 +1,7 @@
 """All measurements that need a GPU, in one command: stages of at most eight minutes, recorded row by row.
 
     python -m benchmarks.gpu OUT                    all stages, in this order; an estimated hour on an H200
-    python -m benchmarks.gpu OUT step sample        some of check, step, sample, score, families
+    python -m benchmarks.gpu OUT step sample        some of check, step, sample, families
     python -m benchmarks.gpu OUT --tiny             all of them in minutes, at sizes that a CPU can do
     python -m benchmarks.gpu --collect OUT          records to benchmarks/results/, figures to the pages
 
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import check, evaluation_speed, families, sampling, train_step
+from benchmarks import check, families, sampling, train_step
 from benchmarks.collect import collect
 from benchmarks.processes import program_parser
 from benchmarks.results import NOT_ENDED, RESULTS, Record, Rows, done_in, markdown, read_results
@@ -56,7 +56,6 @@ STAGES = {
     "check": Stage(check.plan, check.COLUMNS),
     "step": Stage(train_step.plan, train_step.COLUMNS),
     "sample": Stage(sampling.plan, sampling.COLUMNS),
-    "score": Stage(evaluation_speed.plan, evaluation_speed.COLUMNS),
     "families": Stage(families.plan, families.COLUMNS),
 }
 

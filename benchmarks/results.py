@@ -109,12 +109,6 @@ def spread(seconds: Sequence[float]) -> dict[str, Any]:
     return {"ms": median(ms), "ms_least": min(ms), "ms_most": max(ms), "n": len(ms)}
 
 
-def measured(what: str, unit: str, *values: float) -> dict[str, Any]:
-    """The row of one quantity that was measured once or several times."""
-    middle = {"median": median(values), "least": min(values), "most": max(values)}
-    return {"what": what, "unit": unit, **middle, "n": len(values)}
-
-
 def _cell(value: Any, form: str) -> str:
     if value in (None, ""):
         return ""

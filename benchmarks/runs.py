@@ -2,7 +2,7 @@
 
 import io
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn as nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from builders.experiment import Experiment
 from builders.trainer import build_trainer
@@ -87,13 +86,6 @@ def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, An
         trainer = build_trainer(experiment, run, dataset, start_process())
     coverage = experiment.mask_coverage(dataset)
     return trainer, describe(trainer.net, run.manifest()["resolved"], experiment, coverage)
-
-
-def count_flops(step: Callable[[], object]) -> int:
-    """The FLOPs of the matrix products of a step, attention included, while it runs."""
-    with FlopCounterMode(display=False) as counter:
-        step()
-    return counter.get_total_flops()
 
 
 def describe(

@@ -58,7 +58,6 @@ RECIPES = PROJECT / "configs" / "model" / "routes"
 INTERVALS = ("log_every", "eval_every", "save_every")
 POSITIVE = ("total_steps", "batch_size", "rank", "lr", "shift", "num_held_out", *INTERVALS)
 MAY_CHANGE = ("total_steps", "output_dir", *INTERVALS)  # on resume
-QUANTIZE = {"int8": ("lora", "lokr"), "nf4": ("lora",)}  # adapters that peft has
 TARGETS = r".*attn\w*\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"  # what LoRA and LoKr adapt
 PATCH_SIZE = 2  # of all these families; FLUX folds its patches before they reach the network
 MAX_GRAD_NORM, MAX_SKIPPED_STEPS = 1.0, 10
@@ -80,7 +79,6 @@ class FinetuneConfig:
     off_last_steps: int = 0  # steps without routes at the end
     train: str = "lora"  # or lokr, full
     rank: int = 16
-    quantize: str | None = None  # int8 or nf4: of the base weights
     gradient_checkpointing: bool = False
     mixed_precision: str = "no"  # or bf16
     lr: float = 1e-4
@@ -294,13 +292,6 @@ def check_request(request: FinetuneConfig) -> None:
         raise ValueError(f"mask_area={request.mask_area} must be in [0, 1)")
     if file and request.routes:
         raise ValueError(f"tread_config={file} and routes={request.routes}: only one may be given")
-    if request.quantize is not None:
-        check_choice("quantize", request.quantize, tuple(QUANTIZE))
-        given, fitting = f"quantize={request.quantize}", QUANTIZE[request.quantize]
-        if request.train not in fitting:
-            raise ValueError(f"{given} needs train={' or train='.join(fitting)}")
-        if request.mixed_precision == "no":
-            raise ValueError(f"{given} needs mixed_precision=bf16, the type of its products")
 
 
 def read_routes(request: FinetuneConfig) -> Any:
@@ -379,14 +370,15 @@ def open_inputs(request: FinetuneConfig) -> tuple[Family, dict[str, np.ndarray]]
     return family, arrays
 
 
-def load_model(request: FinetuneConfig, device: torch.device) -> tuple[nn.Module, tuple[Route, ...]]:
+def load_model(request: FinetuneConfig) -> tuple[nn.Module, tuple[Route, ...]]:
     """Load the transformer, with new adapters unless all of it is trained, and its routes."""
     import diffusers
 
+    # Frozen weights need not be more precise than the products that they are in.
+    frozen_bf16 = request.train != "full" and request.mixed_precision == "bf16"
+    dtype = torch.bfloat16 if frozen_bf16 else torch.float32
     # AutoModel looks up the class that the folder names.
-    transformer = diffusers.AutoModel.from_pretrained(request.transformer, **_base_weights(request))
-    if request.quantize == "nf4":
-        _to_nf4(transformer, device)
+    transformer = diffusers.AutoModel.from_pretrained(request.transformer, torch_dtype=dtype)
     if request.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     routes = _attach(transformer, request)
@@ -404,42 +396,13 @@ def _attach(transformer: nn.Module, request: FinetuneConfig) -> tuple[Route, ...
     return attach(transformer, routes, router=ROUTERS[request.router]) if routes else ()
 
 
-def _base_weights(request: FinetuneConfig) -> dict[str, Any]:
-    if request.train == "full" or request.mixed_precision == "no":
-        return {"torch_dtype": torch.float32}
-    if request.quantize in (None, "nf4"):
-        return {"torch_dtype": torch.bfloat16}
-    from diffusers import TorchAoConfig
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "torch_dtype": torch.bfloat16}
-
-
-def _to_nf4(transformer: nn.Module, device: torch.device) -> None:
-    """Quantize linear layers to the NF4 of bitsandbytes; diffusers itself refuses to without a GPU."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    nf4 = {"quant_type": "nf4", "compress_statistics": False}
-    linear = {path: layer for path, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
-    for path, layer in linear.items():
-        if layer.weight.dtype == torch.float32:  # diffusers keeps these in fp32
-            continue
-        sizes = (layer.in_features, layer.out_features)
-        quantized = Linear4bit(*sizes, compute_dtype=torch.bfloat16, device="meta", **nf4)
-        quantized.weight = Params4bit(layer.weight.detach(), requires_grad=False, module=quantized, **nf4)
-        quantized.bias = layer.bias
-        # In eval() mode some CPUs would repack the weights for good, and packed ones have no gradients.
-        quantized.support_avx512bf16_for_cpu = False
-        transformer.set_submodule(path, quantized.to(device))  # quantizes
-
-
 def build_trainer(
     request: FinetuneConfig, family: Family, arrays: dict[str, np.ndarray], run: RunFolder, launch: Launch
 ) -> Trainer:
     """Build the trainer, and load the newest checkpoint of the run if it has one."""
-    transformer, routes = load_model(request, launch.device)
+    transformer, routes = load_model(request)
     net = Net(transformer, family, routes)
-    # Frozen weights are the same on all ranks, and quantized ones cannot be broadcast.
+    # Frozen weights are the same on all ranks, and need not be broadcast.
     frozen = [name for name, parameter in net.named_parameters() if not parameter.requires_grad]
     net._ddp_params_and_buffers_to_ignore = frozen
     prepared = Accelerator(mixed_precision="no").prepare_model(net)

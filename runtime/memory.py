@@ -5,23 +5,20 @@ from pathlib import Path
 import torch
 
 
-def reset_peak(device: torch.device) -> float:
-    """Reset the peak, and return the memory in use in GiB."""
+def reset_peak(device: torch.device) -> None:
+    """Reset the peak to the memory in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated() / 2**30
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    return _resident_gib("VmRSS")
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
 
 def peak_gib(device: torch.device) -> float:
     """Return the peak since it was reset, in GiB."""
-    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else _resident_gib("VmHWM")
-
-
-def _resident_gib(field: str) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
     lines = Path("/proc/self/status").read_text().splitlines()
-    found = [int(line.split()[1]) for line in lines if line.startswith(field)]
+    found = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
     if not found:
-        raise OSError(f"/proc/self/status has no {field}")
+        raise OSError("/proc/self/status has no VmHWM")
     return found[0] / 2**20

@@ -13,10 +13,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from benchmarks import (
-    advise,  # noqa: F401  registers its schema
-    gpu,
-)
+from benchmarks import gpu
 from builders import export, recipe  # noqa: F401  each program registers its schema
 from builders.config import resolve
 from builders.experiment import Experiment
@@ -66,7 +63,6 @@ PROGRAMS = {
     "evaluation.fetch": "fetch",
     "reports": "reports",
     "builders.export": "export",
-    "benchmarks.advise": "advise",
     "examples.finetune": "finetune",
 }
 
@@ -128,7 +124,7 @@ def test_make_targets_exist_and_take_their_arguments():
 
 def test_the_documents_have_commands_and_examples():
     assert len(COMMANDS) > 10
-    assert len(EXAMPLES) == 9
+    assert len(EXAMPLES) == 8
     assert all(re.search(r"^\|", page.partition("\n#")[0], flags=re.M) for page in PAGES.values())
 
 

@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 import fid
 import sample
 import train
-from benchmarks import advise
 from builders import sampling
 from data import convert, encode
 from examples import finetune
@@ -28,7 +27,7 @@ from tests.runs import composed, validated, written
 
 PROGRAMS = {
     program.__name__.rpartition(".")[2]: program
-    for program in (train, sample, fid, encode, convert, advise, finetune)
+    for program in (train, sample, fid, encode, convert, finetune)
 }
 
 POSITIVE, NOT_NEGATIVE, FINITE = "must be greater than 0", "must not be negative", "must be a finite number"
@@ -47,7 +46,7 @@ INPUTS = {"latents": (80, 16, 8, 8), "text": (80, 5, 48), "pooled": (80, 24), "m
 
 # What makes a request complete, of a program or of an option of a group.
 COMPLETE = {
-    "train": "", "sample": "run=r", "fid": FILES, "encode": ENCODE, "convert": CONVERT, "advise": "run=r",
+    "train": "", "sample": "run=r", "fid": FILES, "encode": ENCODE, "convert": CONVERT,
     "finetune": FINETUNE, "data=imagenet256": IMAGENET, "evaluation=adm": ADM,
     "guidance=auto": "guidance=auto guidance.weak_run=r",
 }  # fmt: skip
@@ -79,7 +78,7 @@ VALUES = [
     ("encode", CHOICE, "conditioning_type=depth"),
     ("encode finetune", CHOICE, "mixed_precision=fp16"),
     ("convert", CHOICE, "format=zip stored_as=jpeg"),
-    ("finetune", CHOICE, "train=loha quantize=int2"),
+    ("finetune", CHOICE, "train=loha"),
     ("train", "must be in (0, 1]", "model.router.weight=1.5 sampler.midpoint=0"),
     ("train", "must be in (0, 1)", "sampler.times.epsilon_s=1"),
     ("train", "must be in [0, 1000)", "sampler.times.j_0=1000"),
@@ -101,9 +100,9 @@ VALUES = [
     ("train", "is not a run directory (no nowhere/config.yaml)", "guidance.weak_run=nowhere"),
     ("train", "not found: see `python -m evaluation.fetch`", "evaluation.reference=nowhere"),
     ("train", "not found: give a weights file, a checkpoint folder or a run folder", "train.init_from=nowhere"),
-    ("sample fid advise", POSITIVE, "num_samples=0 batch_size=0"),
-    ("sample fid advise", "is not a run directory (no nowhere/config.yaml)", "run=nowhere"),
-    ("sample fid advise", "not found: run=r has steps 4", "checkpoint=5"),
+    ("sample fid", POSITIVE, "num_samples=0 batch_size=0"),
+    ("sample fid", "is not a run directory (no nowhere/config.yaml)", "run=nowhere"),
+    ("sample fid", "not found: run=r has steps 4", "checkpoint=5"),
     ("sample fid", "must not be given with run: the run has it", "latents=x objective=edm"),
     ("sample fid", f"{NOT_NEGATIVE}, and the last seed less than 4294967296", "first_seed=-1 first_seed=4294967290"),
     ("sample fid", "must be in [0, 9]", "class_label=10"),
@@ -121,8 +120,6 @@ VALUES = [
     ("encode convert", "exists: move it away", "out=file"),
     ("encode", "not found", "masks=nowhere"),
     ("convert", "may have another scale than the assumed one: give scale=NUMBER shift=NUMBER as well", "encoder=other"),
-    ("advise", POSITIVE, "repeats=0"),
-    ("advise", "must be in [0, 1]", "mask_coverage=2"),
     ("finetune", POSITIVE, "rank=0 lr=0 shift=0 batch_size=0 total_steps=0 log_every=0 eval_every=0 save_every=0"),
     ("finetune", NOT_NEGATIVE, "seed=-1"),
     ("finetune", BELOW_ONE, "mask_area=1"),
@@ -240,10 +237,6 @@ RULES = [
     ("convert", f"{CONVERT} shift=0", "shift=0.0 needs scale as well"),
     ("convert", f"{CONVERT} scale=2", "scale=2.0 needs shift as well"),
     ("convert", "source=file", "format, out must be given, as KEY=VALUE"),
-    ("advise", "run=shallow", "run=shallow: model.depth=7 must be at least 8"),
-    ("finetune", f"{FINETUNE} quantize=int8 train=full", "quantize=int8 needs train=lora or train=lokr"),
-    ("finetune", f"{FINETUNE} quantize=nf4 train=lokr mixed_precision=bf16", "quantize=nf4 needs train=lora"),
-    ("finetune", f"{FINETUNE} quantize=nf4", "quantize=nf4 needs mixed_precision=bf16"),
     ("finetune", f"{FINETUNE} tread_config=file {ONE_ROUTE}", "tread_config=file and routes=[{'selection_ratio': 0.5, "),
     ("finetune", f"{FINETUNE} off_last_steps=1", "off_last_steps=1 needs routes: without any, all steps are dense"),
     ("finetune", f"{FINETUNE} routes=fast", "routes=fast must be one of advanced, balanced, basic, high_res, lora, masked, "),
@@ -265,8 +258,7 @@ GROUPS += ["optimizer", "ema"]
 def folder(tmp_path_factory):
     """Go where there are some files, and runs with nothing in them but what tells what they are."""
     folder = tmp_path_factory.mktemp("wrong")
-    runs = {"r": [], "empty": [], "shallow": ["model=dit", "model.depth=7"]}
-    runs["unconditional"] = [SYNTHETIC, "data.num_classes=0"]
+    runs = {"r": [], "empty": [], "unconditional": [SYNTHETIC, "data.num_classes=0"]}
     for name, overrides in runs.items():
         checkpoint = folder / name / "checkpoints" / ("" if name == "empty" else "step_00000004")
         checkpoint.mkdir(parents=True)

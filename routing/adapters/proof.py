@@ -126,7 +126,7 @@ def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rou
     layers = [(spec, block) for spec in adapter.block_lists for block in spec.of(model)]
     window = layers[route.start_layer_idx : route.end_layer_idx + 1]
     P, S = adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens_of(model, arguments)
-    start = State(*window[0], P)
+    start = _State(*window[0], P)
     with start.reading():
         plain = _output(model, arguments)
     N, T = start.value.shape[0], start.value.shape[1] - S[start.spec.name]
@@ -160,11 +160,10 @@ def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rou
     return Proof(_apart(dense, plain) / effect, min(apart))
 
 
-class State:
+class _State:
     """The tokens (N, T + S, D) of a model where a block starts or ends."""
 
     value: torch.Tensor
-    output: torch.Tensor
 
     def __init__(self, spec: BlockList, block: nn.Module, num_prefix_tokens: int):
         self.spec, self.block = spec, block
@@ -173,17 +172,13 @@ class State:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Keep the tokens that the block is given, and those that it returns."""
+        """Keep the tokens that the block is given."""
 
         def before(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             arguments = self.signature.bind(block, *args, **kwargs).arguments
             self.value = self.spec.batch_first(arguments[self.spec.tokens])[:, self.first :]
 
-        def after(block: nn.Module, args: tuple, output: Any) -> None:
-            self.output = self.spec.tokens_of(output)[:, self.first :]
-
-        pre = self.block.register_forward_pre_hook(before, with_kwargs=True)
-        with pre, self.block.register_forward_hook(after):
+        with self.block.register_forward_pre_hook(before, with_kwargs=True):
             yield
 
     def replaced(self, output: Any, where: torch.Tensor, by: torch.Tensor) -> Any:
@@ -208,7 +203,7 @@ def _hiding(
     Args:
         hidden_in: (N, T + S) bool of each list of blocks, by its name.
     """
-    start, end = (State(*layer, num_prefix_tokens) for layer in (window[0], window[-1]))
+    start, end = (_State(*layer, num_prefix_tokens) for layer in (window[0], window[-1]))
 
     def hide(hidden: torch.Tensor, *_: Any) -> None:
         keys.hidden = hidden

@@ -25,12 +25,12 @@ def failing():
 
 @pytest.fixture
 def stage(monkeypatch):
-    """Make a stage of one's own settings the one that is called score."""
+    """Make a stage of one's own settings the one that is called sample."""
 
     def make(**settings):
         monkeypatch.setattr(gpu, "environment", lambda device: HERE)  # takes half a second
         columns = {"setting": "{}", "ms": "{:.1f}"}
-        monkeypatch.setitem(gpu.STAGES, "score", gpu.Stage(lambda device, tiny: settings, columns))
+        monkeypatch.setitem(gpu.STAGES, "sample", gpu.Stage(lambda device, tiny: settings, columns))
 
     return make
 
@@ -46,7 +46,7 @@ def project(tmp_path):
 
 
 def rows_in(out):
-    (file,) = out.glob("gpu_score_*.csv")
+    (file,) = out.glob("gpu_sample_*.csv")
     return [(row["setting"], row.get("ms", ""), row.get("failed", "")) for row in read_results(file)]
 
 
@@ -56,58 +56,58 @@ def test_a_stage_records_each_setting_and_measures_again_what_failed_or_was_cut_
 
     stage(first=lambda: [{"ms": 1.0}, {"ms": 2.0}], second=failing, third=cut_off, fourth=lambda: [])
     with pytest.raises(KeyboardInterrupt):
-        gpu.run_stage("score", tmp_path, True, 60)
+        gpu.run_stage("sample", tmp_path, True, 60)
     done, failed = [("first", "1", ""), ("first", "2", "")], ("second", "", "RuntimeError: out of memory")
     assert rows_in(tmp_path) == [*done, failed, ("third", "", "started and not ended")]
     stage(first=failing, second=lambda: [{"ms": 4.0}], third=failing, fourth=lambda: [{"ms": 5.0}])
-    assert gpu.run_stage("score", tmp_path, True, 60) == 1
+    assert gpu.run_stage("sample", tmp_path, True, 60) == 1
     assert [name for name, *_ in rows_in(tmp_path)] == ["first", "first", "fourth", "second", "third"]
     stage(first=failing, second=failing, third=lambda: [{"ms": 6.0}], fourth=failing)
-    assert gpu.run_stage("score", tmp_path, True, 60) == 0
+    assert gpu.run_stage("sample", tmp_path, True, 60) == 0
 
 
 def test_no_setting_starts_that_would_exceed_the_limit(tmp_path, stage, monkeypatch):
     monkeypatch.setattr("time.perf_counter", iter(range(0, 1000, 10)).__next__)
     stage(**{name: lambda: [{"ms": 1.0}] for name in ("first", "second", "third")})
     # The stage begins at 0, the settings at 10, 30 and 50, and each takes 10: the last would end at 60.
-    assert gpu.run_stage("score", tmp_path, True, 55) == gpu.TIME_IS_UP
+    assert gpu.run_stage("sample", tmp_path, True, 55) == gpu.TIME_IS_UP
     assert [name for name, *_ in rows_in(tmp_path)] == ["first", "second"]
-    assert gpu.run_stage("score", tmp_path, True, 55) == 0
+    assert gpu.run_stage("sample", tmp_path, True, 55) == 0
 
 
 def test_a_record_continues_across_commits_and_not_from_a_rehearsal(tmp_path):
-    Record("gpu_score", tmp_path, HERE | COMMIT).add("first", [{"ms": 1.0}])
-    record = Record("gpu_score", tmp_path, HERE | {"commit": None, "uncommitted_changes": True})
+    Record("gpu_sample", tmp_path, HERE | COMMIT).add("first", [{"ms": 1.0}])
+    record = Record("gpu_sample", tmp_path, HERE | {"commit": None, "uncommitted_changes": True})
     record.add("second", [{"ms": 1.0}])
     assert record.done() == {"first", "second"}
     changed_code = f"{code_of(HERE)} with uncommitted changes"
     assert [row["commit"] for row in read_results(record.file)] == ["0123456789", changed_code]
     with pytest.raises(ValueError, match=r"is of tiny .*: give another folder"):
-        Record("gpu_score", tmp_path, HERE | {"tiny": False})
+        Record("gpu_sample", tmp_path, HERE | {"tiny": False})
 
 
 def test_rows_of_an_older_record_keep_the_commit_that_it_names_once(tmp_path):
-    file = Record("gpu_score", tmp_path, HERE | COMMIT).file
+    file = Record("gpu_sample", tmp_path, HERE | COMMIT).file
     write_record(file, [{"setting": "old", "ms": 1.0}], HERE | {"commit": "abc"})
-    Record("gpu_score", tmp_path, HERE | COMMIT).add("new", [{"ms": 2.0}])
+    Record("gpu_sample", tmp_path, HERE | COMMIT).add("new", [{"ms": 2.0}])
     assert [row["commit"] for row in read_results(file)] == ["abc", "0123456789"]
 
 
 def test_what_the_project_has_recorded_is_measured_again_if_asked(tmp_path, stage, monkeypatch):
     monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
     stage(first=failing, second=lambda: [{"ms": 4.0}])
-    record = Record("gpu_score", tmp_path / "results", HERE | {"tiny": False})
+    record = Record("gpu_sample", tmp_path / "results", HERE | {"tiny": False})
     record.add("first", [{"ms": 1.0}])
-    assert gpu.run_stage("score", tmp_path, False, 60) == 0
+    assert gpu.run_stage("sample", tmp_path, False, 60) == 0
     assert [name for name, *_ in rows_in(tmp_path)] == ["second"]
-    assert gpu.run_stage("score", tmp_path, False, 60, again=True) == 1
+    assert gpu.run_stage("sample", tmp_path, False, 60, again=True) == 1
 
 
 def test_a_broken_device_ends_the_stage_after_its_row(tmp_path, stage, monkeypatch):
     monkeypatch.setattr(gpu, "clear", lambda device: False)
     stage(first=failing, second=lambda: [{"ms": 2.0}])
     for recorded in (["first"], ["first", "second"]):  # the others come first
-        assert gpu.run_stage("score", tmp_path, True, 60) == gpu.DEVICE_FAILED
+        assert gpu.run_stage("sample", tmp_path, True, 60) == gpu.DEVICE_FAILED
         assert [name for name, *_ in rows_in(tmp_path)] == recorded
 
 
@@ -131,7 +131,7 @@ def test_checks_of_tests_are_rows():
 
 def test_a_stage_that_does_not_end_is_cut_off(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE_SEC", 0)
-    assert "cut off" in gpu.run_apart("score", tmp_path, 0.5, "--tiny")
+    assert "cut off" in gpu.run_apart("sample", tmp_path, 0.5, "--tiny")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -143,7 +143,7 @@ def test_tables_on_pages_are_what_the_records_give(page):
 
 @pytest.mark.parametrize(("tiny", "message"), [(False, "is of a rehearsal"), (True, "is not of a rehearsal")])
 def test_a_rehearsal_is_not_taken_for_a_measurement(tmp_path, project, tiny, message):
-    Record("gpu_score", tmp_path, HERE | {"tiny": not tiny}).add("a", [{}])
+    Record("gpu_sample", tmp_path, HERE | {"tiny": not tiny}).add("a", [{}])
     with pytest.raises(ValueError, match=message):
         collect(tmp_path, COLUMNS, project, tiny)
     assert not (project / "benchmarks").exists()
@@ -156,7 +156,7 @@ def test_records_are_merged_setting_by_setting(tmp_path, project, monkeypatch):
     monkeypatch.setattr("benchmarks.collect.environment", lambda device: HERE | COMMIT)
     results = project / "benchmarks" / "results"
     for folder, commit, failing in ((results, "fedcba9876", "b"), (tmp_path, code_of(HERE), "a")):
-        record = Record("gpu_score", folder, HERE | COMMIT)
+        record = Record("gpu_sample", folder, HERE | COMMIT)
         record.commit = commit
         for setting in ("a", "b", "c"):
             record.add(setting, [{"failed": "it" if setting == failing else ""}])
@@ -173,9 +173,10 @@ def test_records_are_merged_setting_by_setting(tmp_path, project, monkeypatch):
 def test_all_stages_are_rehearsed_and_collected(tmp_path, project):
     out = tmp_path / "out"
     for name in gpu.STAGES:
-        result = start("-m benchmarks.gpu", out, name, "--tiny", *["--here"] * (name != "score"), check=False)
+        here = [] if name == "sample" else ["--here"]
+        result = start("-m benchmarks.gpu", out, name, "--tiny", *here, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
-    assert "InceptionDetector" in (out / "score.log").read_text()
+    assert "default, guided" in (out / "sample.log").read_text()
     start("-m benchmarks.gpu", "--collect", out, "--tiny", "--into", project)
     for page in PAGES:
         text = (project / page).read_text()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.evaluation_speed import features, random_detectors
 from benchmarks.runs import compose, perturb
 from diffusion import CFG, Branch, edm_sampler
-from evaluation import FeatureStatistics, frechet_distance, precision_recall
+from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, precision_recall
 from evaluation.detectors.inception import NUM_POOL_FEATURES
+from evaluation.detectors.random_weights import write_random_weights
 from evaluation.precision import strict_fp32
 from models import token_mask
 from routing import Routing
@@ -149,11 +149,21 @@ def test_precision(device, tiny, kind, check):
     check(errors(kind, experiment, net, deepcopy(net).to(device), device))
 
 
-def test_scores(device, tiny, check):
+def features(count, length, seed):
+    """Draw features (count, length) like the network's: not negative, correlated, of falling variances."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(256, length, generator=torch.Generator().manual_seed(0)) / 16
+    noise = torch.randn(count, length, generator=generator) * torch.logspace(0, -2, length)
+    return 0.4 * (torch.randn(count, 256, generator=generator) @ mixing + noise + 0.02 * seed).relu()
+
+
+def test_scores(device, tiny, check, tmp_path):
     """Features of the Inception network, and scores of features, are those of the CPU."""
     num_images, count, length = (4, 500, 256) if tiny else (64, 5000, NUM_POOL_FEATURES)
     images = np.random.default_rng(0).integers(0, 256, (num_images, 64, 64, 3), dtype=np.uint8)
-    found, wanted = (detector(images) for detector in random_detectors(device, CPU))
+    file = write_random_weights(tmp_path / "random.pth")
+    detectors = [InceptionDetector(file, where, allow_unpublished=True) for where in (device, CPU)]
+    found, wanted = (detector(images) for detector in detectors)
     for what in wanted:
         check([(f"Inception network: {what}", relative([found[what]], [wanted[what]]), FEATURE_BOUND)])
     both = features(count, length, 1), features(count, length, 2)

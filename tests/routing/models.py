@@ -670,20 +670,14 @@ def prepare(name, model):
         cast_timesteps(embedder, embedder.linear_1)
 
 
-def build(name, sizes):
-    """Build a model with random weights, and inputs."""
+def built(name, sizes=Sizes()):  # noqa: B008
+    """A model with random weights in double precision, and inputs."""
     from diffusers import models
 
+    torch.manual_seed(0)
     kind, (options, inputs) = getattr(models, name), MODELS[name](sizes)
     model = kind(**usual(kind, sizes) | options)
     prepare(name, model)
-    return model, inputs
-
-
-def built(name, sizes=Sizes()):  # noqa: B008
-    """A model in double precision, and inputs."""
-    torch.manual_seed(0)
-    model, inputs = build(name, sizes)
     with torch.no_grad():
         for parameter in model.parameters():  # what starts at 0 could hide a mistake
             parameter.add_(0.05 * torch.randn_like(parameter))
