@@ -23,7 +23,6 @@ from data.images import IMAGE_ERRORS, open_picture, to_pixels
 from data.importers import FORMATS
 from data.manifest import LatentManifest, load_manifest
 from data.masks import read_mask
-from data.unpickle import unpickle_array
 from evaluation.detectors import inception
 from tests import outside
 from tests.outside import LATENT, PICKLE, POSTSCRIPT
@@ -178,14 +177,6 @@ def test_any_bytes_are_an_image_or_refused(kind):
             assert to_pixels(picture, 8).shape == (8, 8, 3)
 
     fuzz()
-
-
-@FUZZED
-@given(EDITS, st.integers(0, 5))
-def test_any_pickle_is_an_array_or_refused(damage, protocol):
-    data = pickle.dumps(np.arange(6, dtype=np.float32), protocol=protocol)
-    with contextlib.suppress(ValueError):
-        assert isinstance(unpickle_array(damaged(data, damage)), np.ndarray)
 
 
 @settings(FUZZED, max_examples=500)
