@@ -13,7 +13,6 @@ import sys
 from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,13 @@ from data.images import Files
 from data.listing import LABELS_FILE, read_labels
 from data.manifest import FAR_STD, MAX_CLASSES, MAX_NUMBERS
 from data.tars import DAMAGED, samples
-from data.unpickle import unpickle_array
 from runtime.arrays import ZIP_ERRORS, load_stored, parse_array, read_array
 
 STORED_AS = ("samples", "mean_logvar", "mean_std")
 LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
 MAX_MEAN = 0.75  # of a channel, in promised standard deviations
 MOSTLY = 0.95
-TAR_END = 1024
+TAR_LATENT, TAR_END = "latent.npy", 1024
 HFLIP_MARGIN = 0.2  # of correlations: chance gives less
 SHARD_KEYS, STATISTICS_FILE = ("latents", "latents_flip", "labels"), "latents_stats.pt"  # LightningDiT
 SD_VAE, SD_VAE_MSE = "stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse"
@@ -129,31 +127,31 @@ def _moments_contradiction(stored_as: str, entries: np.ndarray) -> str | None:
     return f"{negative:.1%} of the second half of the channels is negative: stored_as={likely}"
 
 
-def open_tars(path: Path, suffix: str, decode: Callable[[bytes], np.ndarray]) -> Source:
-    """Open WebDataset shards whose samples are KEY.SUFFIX, a latent, and KEY.cls, its class in decimal."""
+def open_tars(path: Path) -> Source:
+    """Open tars, or one, of KEY.latent.npy, a latent, and KEY.cls, its class in decimal."""
     tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
     bar = tqdm(tars, desc="read classes", unit="tar")
-    classes = [_number(sample["cls"], f"{name}.cls") for tar in bar for name, sample in _samples(tar, suffix)]
+    classes = [_number(sample["cls"], f"{name}.cls") for tar in bar for name, sample in _samples(tar)]
 
     def entries() -> Iterator[np.ndarray]:
         for tar in tars:
-            for name, sample in _samples(tar, suffix):
+            for name, sample in _samples(tar):
                 try:
-                    yield decode(sample[suffix])
-                except (ValueError, EOFError) as error:
-                    raise ValueError(f"{name}: its .{suffix} cannot be read: {error}") from error
+                    yield parse_array(sample[TAR_LATENT])
+                except ValueError as error:
+                    raise ValueError(f"{name}: its .{TAR_LATENT} cannot be read: {error}") from error
 
     return Source(len(classes), np.array(classes, dtype=np.int64), in_order=entries)
 
 
-def _samples(tar: Path, suffix: str) -> Iterator[tuple[str, dict[str, bytes]]]:
+def _samples(tar: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     try:
         with tar.open("rb") as file:
             for key, sample in samples(file, 4 * MAX_NUMBERS):
-                if sample.keys().isdisjoint({suffix, "cls"}):
+                if sample.keys().isdisjoint({TAR_LATENT, "cls"}):
                     continue
-                if not sample.keys() >= {suffix, "cls"}:
-                    raise ValueError(f"{key} must hold both .{suffix} and .cls, side by side")
+                if not sample.keys() >= {TAR_LATENT, "cls"}:
+                    raise ValueError(f"{key} must hold both .{TAR_LATENT} and .cls, side by side")
                 yield f"{tar}: {key}", sample
             file.seek(-TAR_END, os.SEEK_END)
             if any(file.read()):
@@ -265,9 +263,8 @@ def _column(value: float | tuple[float, ...]) -> np.ndarray:
 
 
 FORMATS = {
-    "tread_wds": Format(partial(open_tars, suffix="latent.npy", decode=parse_array), "samples", scaled=True),
+    "tread_wds": Format(open_tars, "samples", scaled=True),
     "maskdit_lmdb": Format(open_lmdb, "mean_logvar", hflip=True),
-    "maskdit_wds": Format(partial(open_tars, suffix="latent", decode=unpickle_array), "mean_logvar"),
     "repa": Format(open_npy_zip, "mean_std", encoder=SD_VAE_MSE),
     "lightningdit": Format(
         open_safetensors, "samples", hflip=True, encoder="hustvl/vavae-imagenet256-f16d32-dinov2"

@@ -2,8 +2,7 @@
 
 import hashlib
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from io import BytesIO, FileIO
 from pathlib import Path
@@ -40,7 +39,12 @@ class LatentWriter:
     def __enter__(self) -> "LatentWriter":
         self.files: dict[str, FileIO] = {}
         with ExitStack() as stack:
-            self.partial = stack.enter_context(claimed(self.path))
+            stack.enter_context(lock_of(self.path))
+            check_out(self.path)
+            self.partial = self.path.with_name(f".{self.path.name}.partial")
+            shutil.rmtree(self.partial, ignore_errors=True)  # of a process that was killed
+            self.partial.mkdir()
+            stack.callback(shutil.rmtree, self.partial, ignore_errors=True)
             for key, (dtype, shape) in self.manifest.arrays().items():
                 # Without a buffer a full disk shows in `write`, not in `close`.
                 self.files[key] = stack.enter_context((self.partial / FILES[key]).open("wb", buffering=0))
@@ -82,10 +86,12 @@ class LatentWriter:
                 return
             if self.num_written != (count := self.manifest.count):
                 raise ValueError(f"{self.path}: {self.num_written} entries written, of count={count}")
-            checksums = {}
+            checksums, size = {}, self.manifest.block_bytes
             for name in (FILES[key] for key in self.files):
-                sync(self.partial / name)
-                checksums[name] = hash_blocks(self.partial / name, self.manifest.block_bytes)
+                file = self.partial / name
+                sync(file)
+                starts = range(0, file.stat().st_size, size)
+                checksums[name] = [hash_block(file, start, size) for start in starts]
             manifest = replace(self.manifest, checksums=checksums)
             write_json(self.partial / FILES["manifest"], asdict(manifest))
             self.partial.rename(self.path)
@@ -100,25 +106,6 @@ def check_out(out: str | Path) -> None:
 def lock_of(path: Path) -> Lock:
     """The lock that a process must hold to write `path`."""
     return Lock(path.with_name(f".{path.name}.lock"), f"out={path}")
-
-
-@contextmanager
-def claimed(path: Path) -> Iterator[Path]:
-    """Yield a new folder to be moved to `path`; what a killed process left of it is removed."""
-    with lock_of(path):
-        check_out(path)
-        partial = path.with_name(f".{path.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        try:
-            yield partial
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def hash_blocks(file: Path, block_bytes: int) -> list[str]:
-    """SHA-256 of each block of a file."""
-    return [hash_block(file, start, block_bytes) for start in range(0, file.stat().st_size, block_bytes)]
 
 
 def hash_block(file: Path, start: int, num_bytes: int) -> str:

@@ -7,7 +7,6 @@ from runtime.files import files_in, hash_files, sha256
 
 # The state dict of the Inception network is published twice, under two names, with the same bytes.
 WEIGHTS_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
-GIB = 2**30
 BATCHES = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches"
 
 
@@ -16,13 +15,11 @@ class PublishedFile:
     """A file that others publish.
 
     Args:
-        max_bytes: a server that gives more gives another file.
-        sha256: None where none is published: then the server's own checksum is used.
+        sha256: None where none is published, of an .npz.
     """
 
     url: str
     about: str
-    max_bytes: int
     sha256: str | None = None
 
     @property
@@ -34,23 +31,19 @@ PUBLISHED = {
     "inception": PublishedFile(
         "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth",
         "weights of the Inception network, 91 MiB",
-        100 * 2**20,
         WEIGHTS_SHA256,
     ),
     "imagenet256": PublishedFile(
         f"{BATCHES}/imagenet/256/VIRTUAL_imagenet256_labeled.npz",
         "ADM reference batch of ImageNet 256x256, 1.9 GiB",
-        2 * GIB,
     ),
     "imagenet512": PublishedFile(
         f"{BATCHES}/imagenet/512/VIRTUAL_imagenet512.npz",
         "ADM reference batch of ImageNet 512x512, 7.4 GiB",
-        8 * GIB,
     ),
     "golden256": PublishedFile(
         f"{BATCHES}/imagenet/256/admnet_guided_upsampled_imagenet256.npz",
         "50,000 samples of ADM-G and ADM-U whose scores are published, 9.2 GiB",
-        10 * GIB,
     ),
 }
 

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import pickle
 import struct
 import tarfile
 import zipfile
@@ -375,8 +374,6 @@ OTHERS = [
     ("tread_wds: a class", tread,
      lambda: wds(ZEROS, "cls", change=huge), "declares .* bytes, must be a file"),
     ("tread_wds: a note on all", tread, lambda: noted("w.tar", tarfile.XGLTYPE), NOTES),
-    ("maskdit_wds: a pickle", read_format("maskdit_wds"),
-     lambda: wds(pickle.dumps(Malicious()), "latent"), "."),
     ("maskdit_lmdb: a pickle", read_format("maskdit_lmdb"),
      lambda: written("lmdb/data.mdb", PICKLE).parent, "."),
     ("lightningdit: a pickle", FORMATS["lightningdit"].open, lightningdit_of_pickles, "."),

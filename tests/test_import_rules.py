@@ -220,12 +220,12 @@ BUDGET = {
     "builders": 2725,  # drawing, which was in diffusion before
     "data": 2828,
     "diffusion": 1850,
-    "evaluation": 1910,
+    "evaluation": 1817,
     "examples": 440,
     "models": 1000,
     "reports": 720,
     "routing": 2713,
-    "runtime": 1958,  # nodes of a configuration, from builders, the one loop over parts, and pictures
+    "runtime": 1885,  # nodes of a configuration, from builders, the one loop over parts, and pictures
     "study": 980,
     "tests": 21062,
     "training": 2230,

@@ -87,7 +87,7 @@ def test_a_run_is_scored_without_files_like_its_samples(folder):
         (["samples=nowhere.npz"], "nowhere.npz not found"),
         (["samples=samples.npz", "reference=nowhere.npz"], "reference=nowhere.npz not found"),
         (["samples=samples.npz", "weights=nowhere.pth"], "weights=nowhere.pth not found. Expected: "),
-        (["samples=samples.npz", "weights=few.npz"], "bytes: truncated, or another file"),
+        (["samples=samples.npz", "weights=few.npz"], "few.npz is damaged, or holds more than plain tensors"),
     ],
 )  # fmt: skip
 def test_mistakes_end_in_one_line(folder, monkeypatch, overrides, message):

@@ -23,7 +23,6 @@ from runtime.files import sha256
 
 NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES = 2048, 2023, 1008
 NUM_SPATIAL_CHANNELS = 7
-MIN_FILE_BYTES, MAX_FILE_BYTES = 10 * 2**20, 2**30
 RANDOM_MARK, NOTHING_CHECKED = "drawn_at_random", "nothing: it is random"
 EXPECTED = (
     f"Expected: {PUBLISHED['inception'].name} or pt_inception-2015-12-05-6726825d.pth (sha256 "
@@ -100,16 +99,6 @@ class InceptionDetector:
         return {"pool": pool, "spatial": spatial, "logits": logits, "probs": logits.softmax(dim=1)}
 
 
-def check_weights_file(file: Path) -> None:
-    """Check that a file of weights is there and has a plausible size, without reading it."""
-    if not file.is_file():
-        raise FileNotFoundError(f"weights={file} not found. {EXPECTED}")
-    num_bytes = file.stat().st_size
-    if not MIN_FILE_BYTES < num_bytes < MAX_FILE_BYTES:
-        what = f"{num_bytes} bytes: truncated, or another file"
-        raise ValueError(f"weights={file} has {what}. {EXPECTED}, {PUBLISHED['inception'].about}")
-
-
 def read_weights(
     file: Path, allow_unpublished: bool = False
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -119,7 +108,8 @@ def read_weights(
         FileNotFoundError: there is no such file.
         ValueError: its hash is not the published one, or it cannot be read.
     """
-    check_weights_file(file)
+    if not file.is_file():
+        raise FileNotFoundError(f"weights={file} not found. {EXPECTED}")
     record = {"path": str(file), "sha256": sha256(file)}
     is_published = record["sha256"] == WEIGHTS_SHA256
     if not (is_published or allow_unpublished):

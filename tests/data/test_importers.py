@@ -2,11 +2,7 @@
 
 import io
 import json
-import os
-import pickle
-import struct
 import tarfile
-import tracemalloc
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +15,6 @@ from safetensors.torch import save_file
 from data import convert, open_latents
 from data.importers import FORMATS
 from data.tars import MAX_OVERHEAD_BYTES, samples
-from data.unpickle import unpickle_array
 from runtime.errors import UserError
 from tests.data.test_listing import pack
 from tests.outside import npy
@@ -51,23 +46,15 @@ def write_tar(file, members):
             tar.addfile(info, io.BytesIO(data))
 
 
-def write_wds(folder, arrays, suffix, encode, labels=LABELS):
-    """Two shards of KEY.SUFFIX and KEY.cls."""
+def write_tread(folder, arrays=MEAN * 0.18215, labels=LABELS):
+    """Two tars of KEY.latent.npy and KEY.cls."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard, ids in enumerate(np.array_split(np.arange(len(arrays)), 2)):
         members = []
         for i in ids:
-            members += [(f"{i:07d}.cls", str(labels[i]).encode()), (f"{i:07d}.{suffix}", encode(arrays[i]))]
+            members += [(f"{i:07d}.cls", str(labels[i]).encode()), (f"{i:07d}.latent.npy", npy(arrays[i]))]
         write_tar(folder / f"imagenet-{shard:04d}.tar", members)
     return folder
-
-
-def write_tread(folder, arrays=MEAN * 0.18215, **options):
-    return write_wds(folder, arrays, "latent.npy", npy, **options)
-
-
-def write_maskdit_wds(folder, arrays=MOMENTS):
-    return write_wds(folder, arrays, "latent", pickle.dumps)
 
 
 def write_lmdb(folder, first=None, second=None, labels=None):
@@ -199,12 +186,6 @@ def test_npy_files_without_labels_and_with_flips(tmp_path):
     close(dataset.stored[:, 1], MOMENTS[..., ::-1])
 
 
-def test_maskdit_wds(tmp_path):
-    dataset = run(write_maskdit_wds(tmp_path / "wds"), tmp_path / "out", "maskdit_wds")
-    close(dataset.stored, MOMENTS)
-    assert np.array_equal(dataset.labels, LABELS)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_repa(tmp_path, packed):
     source = write_repa(tmp_path / "vae-sd")
@@ -314,7 +295,7 @@ def rename_member(folder):
         ("tread_wds", write_tread, None, ("scaled=false",), r"standard deviation of 0\.15\d?, not 1: scaled=true"),
         ("tread_wds", write_tread, None, ("hflip=true",), "hflip=true needs a format whose entries can be read in any order"),
         ("tread_wds", write_tread, cut_between_members, (), r"imagenet-0001.tar is damaged: it is cut off, an archive ends with 1024 zeros"),
-        ("maskdit_wds", write_maskdit_wds, None, ("stored_as=mean_std",), "is negative: stored_as=mean_logvar"),
+        ("repa", lambda p: write_npy_folder(p, MOMENTS), None, (), "is negative: stored_as=mean_logvar"),
         ("maskdit_lmdb", lambda p: write_lmdb(p, second=np.concatenate(latents(seed=1), axis=1)), None, (), "the second half is not flips .*: hflip=false"),
         ("maskdit_lmdb", lambda p: write_lmdb(p, labels=np.concatenate([LABELS, LABELS[::-1]])), None, (), "the classes of the second half are not .* first: hflip=false"),
         ("maskdit_lmdb", write_lmdb, lambda p: cut(p / "data.mdb"), (), r"source is cut off: it has \d+ of \d+ bytes"),
@@ -329,7 +310,6 @@ def rename_member(folder):
         ("tread_wds", write_tread, rename_member, (), r"imagenet-0001.tar is damaged: 7 must hold both .latent.npy and .cls"),
         ("tread_wds", lambda p: write_tread(p, labels=["a"] * COUNT), None, (), r"0000000.cls is b'a', must be a number 0, 1"),
         ("tread_wds", write_tread, None, ("num_classes=4",), r"label 4 at position 4 must be in \[0, 3\]"),
-        ("maskdit_wds", write_tread, None, (), "0000000 must hold both .latent and .cls"),
         ("repa", lambda p: p.mkdir(), None, (), "has no dataset.json, which gives the labels"),
         ("repa", lambda p: write_npy_folder(p, np.full((4, 8, 8, 8), "a")), None, (), "they are <U1, not numbers"),
         ("tread_wds", lambda p: p.mkdir(), None, (), "holds no entries"),
@@ -350,65 +330,3 @@ def test_damaged_and_contradictory_sources_are_one_clear_error(
     with pytest.raises(UserError, match=message):
         run(tmp_path / "source", tmp_path / "out", name, *overrides)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
-
-
-PROTOCOLS = range(3, pickle.HIGHEST_PROTOCOL + 1)  # of Python 3
-
-
-class Evil:
-    """Runs what it is given as soon as it is unpickled by an ordinary unpickler."""
-
-    def __init__(self, *call):
-        self.call = call
-
-    def __reduce__(self):
-        return self.call[0], self.call[1:]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        Evil(os.system, "touch ran"),
-        Evil(eval, "open('ran', 'w')"),
-        Evil(np.ndarray, (10**13,)),
-        np.array([Evil(os.system, "touch ran")], dtype=object),
-        np.array([1, "a", None], dtype=object),
-        np.array(["a", "b"]),
-        np.zeros(2, dtype=[("a", "f4")]),
-        None,
-    ],
-)
-def test_a_pickle_of_anything_but_numbers_is_refused_and_runs_nothing(tmp_path, monkeypatch, content):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "kept").mkdir()
-    for protocol in (0, 2, *PROTOCOLS):
-        with pytest.raises(ValueError, match="not a pickled array of numbers"):
-            unpickle_array(pickle.dumps(content, protocol=protocol))
-    assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
-
-
-@pytest.mark.parametrize("dtype", ["<f4", ">f4", "<f8", "<f2", "<i4", "|u1", ">i8"])
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_arrays_of_numbers_survive_pickling(dtype, order):
-    array = np.asarray(np.arange(24).reshape(2, 3, 4).astype(dtype), order=order)
-    for protocol in PROTOCOLS:
-        data = pickle.dumps(array, protocol=protocol)
-        before_numpy_2 = data.replace(b"numpy._core.", b"numpy.core.") if protocol < 4 else data
-        for pickled in (data, before_numpy_2):
-            found = unpickle_array(pickled)
-            assert np.array_equal(found, array)
-            assert found.dtype == array.dtype
-
-
-def test_pickles_that_fill_memory_or_change_their_reader_are_refused():
-    """Each of these went wrong with an unpickler that only looked at names."""
-    place = b"\x80\x02Nr" + struct.pack("<I", 300_000_000) + b"."
-    nested = b"\x80\x02}N" + b"\x85" * 400_000 + b"Ns."
-    deep = b"\x80\x02N" + b"\x85" * 400_000 + b"."
-    on_a_class = b"\x80\x02cnumpy._core.numeric\n_frombuffer\nN}(X\x08\x00\x00\x00__init__Nu\x86b."
-    tracemalloc.start()
-    for data in (place, nested, deep, on_a_class, b"", b".", b"\x80\x05."):
-        with pytest.raises(ValueError, match="not a pickled array of numbers"):
-            unpickle_array(data)
-    assert tracemalloc.get_traced_memory()[1] < 2**25
-    tracemalloc.stop()
