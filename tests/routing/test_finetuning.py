@@ -1,21 +1,46 @@
-"""Routes beside adapters of peft."""
+"""Routes beside what fine-tuning puts into a model: adapters of peft, and base weights in few bits."""
 
 import pytest
 import torch
+import torch.nn as nn
 
-from routing import Route, attach
+from routing import Route, Routing, attach, detach
 from tests.routing.families import FAMILIES, seeded
 
-peft = pytest.importorskip("peft", reason="`make finetune` installs it")
+bitsandbytes, peft, torchao = (
+    pytest.importorskip(name, reason="`make finetune` installs it")
+    for name in ("bitsandbytes", "peft", "torchao.quantization")
+)
 
 TARGETS = ["to_q", "to_k", "to_v"]
+every_family = pytest.mark.parametrize("name", FAMILIES)
 
 
 def run(model, arguments, **ours):
     return model(**arguments, **ours, generator=seeded()).sample
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def to_nf4(blocks):
+    """Quantize linear layers to the NF4 of bitsandbytes; diffusers itself refuses to without a GPU."""
+    for module in [module for block in blocks for module in block.modules()]:
+        for name, layer in list(module.named_children()):
+            if isinstance(layer, nn.Linear):
+                sizes = (layer.in_features, layer.out_features, layer.bias is not None)
+                quantized = bitsandbytes.nn.Linear4bit(*sizes, torch.float32, quant_type="nf4")
+                quantized.load_state_dict(layer.state_dict())
+                setattr(module, name, quantized.to("cpu"))
+
+
+QUANTIZATIONS = {
+    "int8 of torchao": lambda blocks: torchao.quantize_(blocks, torchao.Int8WeightOnlyConfig()),
+    "int4 of torchao": lambda blocks: torchao.quantize_(
+        blocks, torchao.IntxWeightOnlyConfig(torch.int4, torchao.PerGroup(4))
+    ),
+    "nf4 of bitsandbytes": to_nf4,
+}
+
+
+@every_family
 @pytest.mark.parametrize(
     "config", [peft.LoraConfig(r=4, target_modules=TARGETS), peft.LoKrConfig(r=4, target_modules=TARGETS)]
 )
@@ -62,3 +87,24 @@ def test_the_order_of_attaching_and_adding_adapters_does_not_matter(before):
             attach(model, [Route(0.5, 1, -2)])
         outputs.append(run(model, family.arguments()))
     assert torch.equal(*outputs)
+
+
+@every_family
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_base_weights_may_be_quantized(name, quantization):
+    family, arguments = FAMILIES[name], FAMILIES[name].arguments()
+    model = family.build().requires_grad_(False)
+    unquantized = model(**arguments).sample
+    QUANTIZATIONS[quantization](nn.ModuleList(family.layers(model)))
+    peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS))
+    dense = model(**arguments).sample
+    assert 0 < (dense - unquantized).abs().max() < 1
+    attach(model, [Route(0.5, 1, -2)])
+    assert torch.equal(run(model, arguments, routing=Routing(0)), dense)
+    output = run(model, arguments)
+    assert not torch.equal(output, dense)
+    output.square().sum().backward()
+    trained = {key.split(".")[-3] for key, p in model.named_parameters() if p.grad is not None}
+    assert trained == {"lora_A", "lora_B"}
+    detach(model)
+    assert torch.equal(model(**arguments).sample, dense)
