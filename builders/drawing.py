@@ -17,7 +17,6 @@ from joblib import cpu_count
 
 from diffusion import Guidance, Precond, generate, random_labels
 from diffusion.generate import Evaluations, cost_of_evaluations, count_evaluations, expected_times
-from diffusion.graphs import CudaRecorder, replay_forward
 from evaluation.features import new_cache
 from models import Backbone
 from runtime.launch import Launch
@@ -87,13 +86,11 @@ class ImageModel:
 
     @cached_property
     def compiled(self) -> "ImageModel":
-        """This model with the blocks of its networks compiled in place; CUDA replays their forwards."""
+        """This model with the blocks of its networks compiled in place."""
         gc.collect()  # networks of earlier settings of a sweep, which refer to themselves once compiled
         for net in self.networks:
             # One graph for each length, alone and with the guided branch beside.
             compile_blocks(net.blocks, 2 * self.num_lengths)
-            if self.device.type == "cuda":
-                replay_forward(net, CudaRecorder)
         return self
 
     def is_worth_compiling(self, num_samples: int) -> bool:

@@ -219,7 +219,7 @@ BUDGET = {
     "benchmarks": 1712,
     "builders": 2725,  # drawing, which was in diffusion before
     "data": 2828,
-    "diffusion": 1850,
+    "diffusion": 1755,
     "evaluation": 1817,
     "examples": 440,
     "models": 1000,
