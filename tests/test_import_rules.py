@@ -134,7 +134,7 @@ def arrows():
 
 
 def diagram():
-    """Return the lines between the markers of README, in Mermaid."""
+    """Return the lines between the markers of CONTRIBUTING.md, in Mermaid."""
     sources = {}  # by what they import
     for room, imported in sorted(arrows().items()):
         sources.setdefault(" & ".join(sorted(imported)), []).append(room)
@@ -143,8 +143,8 @@ def diagram():
     return "\n".join(["```mermaid", "flowchart TD", programs, *lines, "```"])
 
 
-def test_the_diagram_in_readme_is_that_of_the_imports():
-    shown = (ROOT / "README.md").read_text().partition("<!-- imports -->\n")[2]
+def test_the_diagram_of_the_imports_is_up_to_date():
+    shown = (ROOT / "CONTRIBUTING.md").read_text().partition("<!-- imports -->\n")[2]
     assert shown.partition("\n<!-- /imports -->")[0] == diagram()
 
 

@@ -77,7 +77,7 @@ def test_samples_are_drawn_by_siblings_or_by_others_in_their_place(run, choices)
 
 
 def test_a_run_opens_in_three_lines_of_python(opened):
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "diffusion/README.md").read_text(), flags=re.S)
     assert example.count("runs/tread_tiny_digits_seed0") == 1
     exec(example.replace("runs/tread_tiny_digits_seed0", str(opened.path)), found := {})
     assert found["latents"].shape == (10, 1, 8, 8)
