@@ -11,7 +11,7 @@ JOBS ?= 2  # tests that run at once
 
 demo: setup ## digits from nothing: train, sample, score
 	$(BIN)/python train.py model=tread
-	$(BIN)/python sample.py run=$(DEMO) num_samples=500 output=$(DEMO)/samples/demo.npz overwrite=true
+	$(BIN)/python sample.py run=$(DEMO) num_samples=500 out=$(DEMO)/samples/demo.npz overwrite=true
 	$(BIN)/python fid.py suite=digits samples=$(DEMO)/samples/demo.npz reference=latents/digits overwrite=true
 	@echo "The picture is $(DEMO)/samples/demo.png, the scores are $(DEMO)/samples/demo.scores.json, the run is $(DEMO)."
 

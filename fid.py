@@ -70,7 +70,7 @@ def score(request: ScoreConfig, node: Node, experiment: Experiment | None, launc
     if any(metric.needs_labels for metric in suite.metrics):
         labels = samples.labels()
         suite.check_labels(labels, samples.name)
-    with launch.claimed_by_main("out", samples.out, (), request.overwrite):
+    with launch.exclusive_output(samples.out, (), request.overwrite):
         scored = launch.broadcast_from_main(samples.record)
         scores = suite.score(samples.images, labels, cache)
         others = comparisons(suite, samples.count)

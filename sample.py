@@ -29,7 +29,7 @@ from runtime.config import as_job, run_main, user_mistakes
 from runtime.errors import check_positive
 from runtime.files import atomic_write, sha256, write_json
 from runtime.machine import PATIENCE, start_process
-from runtime.output import place_of
+from runtime.output import output_path
 from runtime.parts import Arrays, check_room, explained
 from runtime.provenance import environment
 
@@ -43,40 +43,40 @@ def main(cfg: DictConfig) -> None:
     with user_mistakes():
         request = configuration.resolve(cfg, SampleConfig)
         check_positive("grid_columns", request.grid_columns)
-        if request.output and not request.output.endswith(".npz"):
-            raise ValueError(f"output={request.output} must end in .npz; picture and record take its name")
+        if request.out and not request.out.endswith(".npz"):
+            raise ValueError(f"out={request.out} must end in .npz; picture and record take its name")
         request, experiment = read_request(request)
         launch = start_process(timeout=PATIENCE)
         model, name, record = open_model(request, experiment, launch)
-        output = place_of("output", request.output, request.folder, f"samples/{name}.npz")
-        folder = output.with_name(f"{output.name}.partial")
+        out = output_path(request.out, request.folder, f"samples/{name}.npz")
+        folder = out.with_name(f"{out.name}.partial")
         may_replace = request.overwrite or folder.is_dir()  # a job stopped while it joined its parts
-        with launch.claimed_by_main("output", output, beside(output), may_replace):
+        with launch.exclusive_output(out, beside(out), may_replace):
             key = cache_key(record, launch.device)
             images, cache = start_drawing(model, record, folder, key, launch, request.overwrite)
             grid = GrowingGrid(images, cache, request.grid_columns)
             num_bytes = math.prod(images.shape) * (images.count + images.part_size * len(cache.missing()))
-            launch.broadcast_from_main(lambda: check_room("output", output, num_bytes))
+            launch.broadcast_from_main(lambda: check_room(out, num_bytes))
             if launch.broadcast_from_main(cache.start):
                 launch.print(f"{images}\na picture of the first ones, class by class, grows in {grid.file}")
             parts = extract(None, images, cache, launch=launch, description="sample", after_part=grid.update)
             record["environment"] = environment(launch.device)
             if launch.is_main:
-                pack(parts, images, grid.file, output, record)
+                pack(parts, images, grid.file, out, record)
                 cache.remove()
-    launch.print(f"samples {output}\npicture {output.with_suffix('.png')}")
+    launch.print(f"samples {out}\npicture {out.with_suffix('.png')}")
 
 
-def beside(output: Path) -> list[Path]:
+def beside(out: Path) -> list[Path]:
     """Files of picture, record and scores."""
-    return [output.with_suffix(suffix) for suffix in (".png", ".json", ".scores.json")]
+    return [out.with_suffix(suffix) for suffix in (".png", ".json", ".scores.json")]
 
 
-def pack(parts: Iterator[Arrays], images: Drawing, grid: Path, output: Path, record: dict[str, Any]) -> None:
+def pack(parts: Iterator[Arrays], images: Drawing, grid: Path, out: Path, record: dict[str, Any]) -> None:
     """Join images (N, H, W, C) and labels (N,) in the layout of [ADM], with a picture and a record."""
     header = {"descr": "|u1", "fortran_order": False, "shape": (images.count, *images.shape)}
     labels, costs = images.labels(), []
-    with explained(output), atomic_write(output) as partial:
+    with explained(out), atomic_write(out) as partial:
         with zipfile.ZipFile(partial, "w") as archive:
             with archive.open("arr_0.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array_header_1_0(file, header)
@@ -86,12 +86,12 @@ def pack(parts: Iterator[Arrays], images: Drawing, grid: Path, output: Path, rec
             if labels is not None:
                 with archive.open("arr_1.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, labels)
-        for file in beside(output):  # of earlier samples
+        for file in beside(out):  # of earlier samples
             file.unlink(missing_ok=True)
         # The samples come last: a kill before leaves the parts, and the same command joins them again.
-        shutil.copyfile(grid, output.with_suffix(".png"))
+        shutil.copyfile(grid, out.with_suffix(".png"))
         record["cost_per_image"] = dict(zip(COST_KEYS, np.mean(costs, axis=0).tolist(), strict=True))
-        write_json(output.with_suffix(".json"), {**record, "samples_sha256": sha256(partial)})
+        write_json(out.with_suffix(".json"), {**record, "samples_sha256": sha256(partial)})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write the averaged weights of a run as one `.safetensors` file that carries its configuration.
 
-python -m builders.export run=runs/NAME output=tread.safetensors
+python -m builders.export run=runs/NAME out=tread.safetensors
 python sample.py checkpoint=tread.safetensors
 """
 
@@ -22,7 +22,7 @@ class ExportConfig:
     """The keys of `builders.export`."""
 
     run: str
-    output: str
+    out: str
     checkpoint: str | None = None  # a step, a name or a path; None: the newest
     overwrite: bool = False
 
@@ -30,16 +30,16 @@ class ExportConfig:
 @command("export", ExportConfig, __doc__)
 def main(request: ExportConfig) -> None:
     """Read a run and write its network."""
-    output = Path(request.output)
-    if output.suffix != ".safetensors":
-        raise ValueError(f"output={output} must end in .safetensors")
-    check_free("output", output, [], request.overwrite)
+    out = Path(request.out)
+    if out.suffix != ".safetensors":
+        raise ValueError(f"out={out} must end in .safetensors")
+    check_free(out, [], request.overwrite)
     run = open_run(request.run, request.checkpoint, guided=False)
     written = {CONFIG: run.experiment.written, MANIFEST: run.experiment.details["data"]["manifest"]}
     texts = {name: json.dumps(content) for name, content in written.items()}
-    with atomic_write(output) as partial:
+    with atomic_write(out) as partial:
         save_file(run.precond.net.state_dict(), partial, metadata=texts)
-    print(f"{output}: sample.py checkpoint={output} draws from it")
+    print(f"{out}: sample.py checkpoint={out} draws from it")
 
 
 if __name__ == "__main__":

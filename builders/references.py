@@ -48,7 +48,7 @@ def write_reference(request: "ScoreConfig", suite: dict[str, Any], launch: Launc
     if images.count < 2 or images.shape[-1] != 3:
         raise ValueError(f"images={source}: {images.count} of {images.shape}, must be 2 or more of (H, W, 3)")
     beside = file.with_suffix(".json")
-    with launch.claimed_by_main("out", file, [beside], request.overwrite):
+    with launch.exclusive_output(file, [beside], request.overwrite):
         detector = InceptionDetector(suite["weights"], launch.device, suite["allow_unpublished_weights"])
         key = {"images": fingerprint(source), "resolution": resolution, **code_of(detector)}
         key["batch_size"] = batch_size = suite["batch_size"]

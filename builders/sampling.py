@@ -83,7 +83,7 @@ class SampleConfig(SamplingConfig):
     """What `sample.py` can be asked."""
 
     num_samples: int | None = 100
-    output: str | None = None  # None: inside the run
+    out: str | None = None  # None: inside the run
     grid_columns: int = 10
     overwrite: bool = False
 

@@ -22,7 +22,7 @@ from runtime.errors import check_choice, check_positive
 from runtime.files import read_json
 from runtime.launch import Launch
 from runtime.nodes import Node, read_nodes
-from runtime.output import place_of
+from runtime.output import output_path
 from runtime.parts import PartCache, digest_of
 
 
@@ -195,7 +195,7 @@ class NetworkSamples:
         self.count, self.name = int(request.num_samples or 0), request.name
         self._model, name, self._record = open_model(request, experiment, launch)
         self._launch, self.shape = launch, self._model.image_shape
-        self.out = place_of("out", request.out, request.folder, f"scores/{name}.json")
+        self.out = output_path(request.out, request.folder, f"scores/{name}.json")
         self._features = request.features_folder(self.out)
 
     def labels(self) -> np.ndarray:

@@ -165,7 +165,7 @@ def begin(job: Job, lock: Lock, launch: Launch) -> None:
     check_out(out)
     missing = len(job.parts.missing())
     size = np.dtype(job.manifest.dtype).itemsize * int(np.prod(job.manifest.stored_shape))
-    check_room("out", Path(out), size + size * missing // job.parts.num_parts)  # the parts, and the folder
+    check_room(Path(out), size + size * missing // job.parts.num_parts)  # the parts, and the folder
 
 
 def encode_parts(job: Job, encoder: Encoder, parts: list[int]) -> Iterator[tuple[int, Arrays]]:

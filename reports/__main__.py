@@ -24,7 +24,7 @@ class ReportsConfig:
     """The keys of `reports`."""
 
     runs: list[str]  # folders; the last part may be a pattern
-    output: str | None = None  # folder; None: the run's, or the one that has the first of several
+    out: str | None = None  # folder; None: the run, or the folder of the first of several runs
     refresh_sec: float | None = None  # write the page again so often, until all runs have finished
 
 
@@ -43,7 +43,7 @@ def write_reports(config: ReportsConfig) -> None:
         runs = [Run(folders[0])] if len(folders) == 1 else _read_several(folders)
         finished = all(run.manifest["status"] == "finished" for run in runs)
         first = folders[0].path
-        output = Path(config.output) if config.output else first if len(folders) == 1 else first.parent
+        output = Path(config.out) if config.out else first if len(folders) == 1 else first.parent
         output.mkdir(parents=True, exist_ok=True)
         write_text(output / REPORT, page(runs, None if finished else config.refresh_sec))
         if len(folders) > 1:

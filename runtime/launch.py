@@ -11,7 +11,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather, gather_object, wait_for_everyone
 from torch.distributed import DistError
 
-from runtime.output import claimed
+from runtime.output import exclusive_output
 
 T = TypeVar("T")
 MAX_VALUE = 80  # characters in a message
@@ -107,12 +107,10 @@ class Launch:
             raise ValueError(f"ranks disagree on {'; '.join(differences)}")
 
     @contextmanager
-    def claimed_by_main(
-        self, key: str, file: Path, beside: Sequence[Path], overwrite: bool
-    ) -> Iterator[None]:
-        """Let the first rank claim the place of a result for all, see `runtime.output.claimed`."""
-        with ExitStack() as held:
-            self.broadcast_from_main(lambda: held.enter_context(claimed(key, file, beside, overwrite)))
+    def exclusive_output(self, file: Path, beside: Sequence[Path], overwrite: bool) -> Iterator[None]:
+        """Let the first rank lock the file of a result for all, see `runtime.output.exclusive_output`."""
+        with ExitStack() as stack:
+            self.broadcast_from_main(lambda: stack.enter_context(exclusive_output(file, beside, overwrite)))
             yield
 
 

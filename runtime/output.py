@@ -1,4 +1,4 @@
-"""The place of a result: of one program at a time, and not overwritten unless asked."""
+"""The file of a result, `out=FILE`: one program writes it at a time, and overwrites it only if told to."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,50 +7,48 @@ from pathlib import Path
 from runtime.lock import Busy, Lock
 
 
-def place_of(key: str, asked: str | None, run: Path, inside: str) -> Path:
-    """The file of a result: as requested, or inside a run, whose links must not lead out of it."""
-    if asked:
-        return Path(asked)
-    place = run / inside
-    if not place.resolve().is_relative_to(run.resolve()):
-        raise ValueError(f"{place} leads out of the run, to {place.resolve()}: give {key}=FILE")
-    return place
+def output_path(out: str | None, run: Path, default: str) -> Path:
+    """The requested file, or the default one inside a run; links must not lead out of the run."""
+    if out:
+        return Path(out)
+    file = run / default
+    if not file.resolve().is_relative_to(run.resolve()):
+        raise ValueError(f"{file} leads out of the run, to {file.resolve()}: set out=FILE")
+    return file
 
 
-def check_free(key: str, file: Path, beside: Sequence[Path], overwrite: bool) -> None:
-    """Raise an OSError if a result would overwrite something unasked; see `claimed`."""
+def check_free(file: Path, beside: Sequence[Path], overwrite: bool) -> None:
+    """Raise an OSError if a result would overwrite existing files; arguments as in `exclusive_output`."""
     if file.is_dir():
-        raise IsADirectoryError(f"{key}={file} is a folder, must be a file")
-    there = next((found for found in (file, *beside) if found.exists()), None)
-    if there and not overwrite:
+        raise IsADirectoryError(f"out={file} is a folder, must be a file")
+    existing = next((path for path in (file, *beside) if path.exists()), None)
+    if existing and not overwrite:
         raise FileExistsError(
-            f"{key}={file}: {there.name} is there already: overwrite=true replaces it, {key}=OTHER leaves it"
+            f"out={file}: {existing.name} already exists: set overwrite=true to replace it, or another out"
         )
 
 
 @contextmanager
-def claimed(key: str, file: Path, beside: Sequence[Path], overwrite: bool) -> Iterator[None]:
-    """Lock the place of a result while this program works on it.
+def exclusive_output(file: Path, beside: Sequence[Path], overwrite: bool) -> Iterator[None]:
+    """Lock the file of a result while this program works on it.
 
     Args:
-        key: that the user sets to choose another place.
-        file: where the result goes; its folder is made, and removed if it stays empty.
-        beside: what is written beside it.
-        overwrite: True if what is there may be replaced.
+        file: the result; its folder is created, and removed again if it stays empty.
+        beside: further files that are written next to it.
+        overwrite: replace existing files.
 
     Raises:
-        Busy: another program is writing there.
-        OSError: there is something already, or nothing can be written there.
+        Busy: another program is writing it.
+        OSError: a file already exists, or nothing can be written there.
     """
-    what = f"{key}={file}"
     try:
-        lock = Lock(file.with_name(f".{file.name}.lock"), what).acquire()
+        lock = Lock(file.with_name(f".{file.name}.lock"), f"out={file}").acquire()
     except Busy:
         raise
     except OSError as error:
-        raise OSError(f"{what} cannot be written: {error}") from error
+        raise OSError(f"out={file} cannot be written: {error}") from error
     try:
-        check_free(key, file, beside, overwrite)
+        check_free(file, beside, overwrite)
         yield
     finally:
         lock.release()

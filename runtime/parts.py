@@ -201,12 +201,12 @@ def saved_key(path: Path) -> dict[str, Any]:
     return found
 
 
-def check_room(key: str, out: Path, num_bytes: int) -> None:
+def check_room(out: Path, num_bytes: int) -> None:
     """Raise a ValueError where a disk has no room for what is about to be written."""
     free = shutil.disk_usage(next(folder for folder in out.resolve().parents if folder.exists())).free
     if free < num_bytes:
         room = f"{num_bytes / 2**30:.1f} GiB while it is written, {free / 2**30:.1f} are free"
-        raise ValueError(f"{key}={out} needs {room}")
+        raise ValueError(f"out={out} needs {room}")
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def image_hash(folder: Path, sampler: str, guidance: str) -> str:
     file = folder / f"{sampler}_{guidance}.npz"
     chosen = (f"sampler={sampler}", f"guidance={guidance}", *GUIDANCES[guidance])
     options = ("num_samples=20", "batch_size=8", "mixed_precision=no", "compile=false")
-    start("sample.py", f"run={folder}/routed", *chosen, *options, f"output={file}")
+    start("sample.py", f"run={folder}/routed", *chosen, *options, f"out={file}")
     with np.load(file) as arrays:
         return hashlib.sha256(arrays["arr_0"].tobytes()).hexdigest()
 

@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 def draw(folder, *overrides):
     output = folder / "out" / "samples.npz"
     shutil.rmtree(output.parent, ignore_errors=True)
-    options = (f"run={folder / 'run'}", "num_samples=5", "num_steps=2", f"output={output}", FP32, *overrides)
+    options = (f"run={folder / 'run'}", "num_samples=5", "num_steps=2", f"out={output}", FP32, *overrides)
     sample.main(composed(*options, config_name="sample"))
     with np.load(output) as arrays:
         return arrays["arr_0"], json.loads(output.with_suffix(".json").read_text())
@@ -143,7 +143,7 @@ def test_a_class_without_images_is_said_and_never_drawn(tmp_path, capsys):
     assert "warning: 1 of 4 classes have no images to train on" in printed
     for labels in ("random", "balanced"):
         output = tmp_path / f"{labels}.npz"
-        options = (f"run={tmp_path / 'run'}", "num_samples=30", "num_steps=2", f"output={output}")
+        options = (f"run={tmp_path / 'run'}", "num_samples=30", "num_steps=2", f"out={output}")
         sample.main(composed(*options, f"labels={labels}", config_name="sample"))
         assert set(np.load(output)["arr_1"].tolist()) == {0, 2, 3}
     with pytest.raises(UserError, match="class_label=1 has no images in the training data"):

@@ -50,7 +50,7 @@ def test_a_run_is_scored_without_files_like_its_samples(folder):
     asked = ("reference=reference.npz", "exact_distances=true", "kid=true")
     from_run = fid(folder, *request, *asked, "out=direct.json", num_processes=2)
     assert "fid12" in from_run.stdout
-    start("sample.py", *request, "output=drawn.npz", folder=folder)
+    start("sample.py", *request, "out=drawn.npz", folder=folder)
     fid(folder, "samples=drawn.npz", *asked)
     direct, kept = (json.loads((folder / name).read_text()) for name in ("direct.json", "drawn.scores.json"))
     # a byte may round the other way in another batch

@@ -123,7 +123,7 @@ def scored(folder, launch):
 
 def draw(folder, num_processes):
     for name, chosen in DRAWS.items():
-        output = f"output={folder}/{name}_by_{num_processes}.npz"
+        output = f"out={folder}/{name}_by_{num_processes}.npz"
         options = (f"run={folder}/whole", "num_samples=11", "batch_size=4", output)
         sample.main(composed(*options, *chosen, config_name="sample"))
 

@@ -260,10 +260,10 @@ def test_files_of_this_project_say_what_they_are(tmp_path):
 @pytest.mark.slow
 def test_an_exported_run_is_sampled_by_the_same_command(tmp_path):
     tiny_run(tmp_path / "r", "diffusion=flow")
-    start("-m builders.export", f"run={tmp_path}/r", f"output={tmp_path}/net.safetensors")
+    start("-m builders.export", f"run={tmp_path}/r", f"out={tmp_path}/net.safetensors")
     few = ("num_samples=4", "num_steps=2", "guidance_scale=1.5")
     for source, name in (("run", "r"), ("checkpoint", "net.safetensors")):
-        start("sample.py", f"{source}={tmp_path}/{name}", *few, f"output={tmp_path}/{source}.npz")
+        start("sample.py", f"{source}={tmp_path}/{name}", *few, f"out={tmp_path}/{source}.npz")
     arrays = [np.load(tmp_path / f"{source}.npz") for source in ("run", "checkpoint")]
     assert np.array_equal(arrays[0]["arr_0"], arrays[1]["arr_0"])
     record = json.loads((tmp_path / "checkpoint.json").read_text())

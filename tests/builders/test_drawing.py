@@ -114,7 +114,7 @@ def run(tmp_path_factory):
 
 
 def ask(run, output, *overrides):
-    options = ("num_samples=10", "batch_size=3", f"output={output}", *overrides)
+    options = ("num_samples=10", "batch_size=3", f"out={output}", *overrides)
     sample.main(composed(f"run={run}", *options, config_name="sample"))
 
 
@@ -223,7 +223,7 @@ def test_a_kill_while_parts_are_joined_is_mended_by_the_same_command(run, tmp_pa
     assert not (tmp_path / "s.npz.partial").exists()
     assert (tmp_path / "s.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
     assert json.loads((tmp_path / "s.json").read_text())["samples_sha256"] == sha256(tmp_path / "s.npz")
-    with pytest.raises(UserError, match=r"s.npz is there already"):
+    with pytest.raises(UserError, match=r"s.npz already exists"):
         ask(run, tmp_path / "s.npz")
 
 
@@ -245,7 +245,7 @@ def test_too_little_disk_space_is_an_error_before_any_image(run, tmp_path):
     room = mock.Mock(free=1000)
     with (
         mock.patch("shutil.disk_usage", lambda path: room),
-        pytest.raises(UserError, match=r"output=.*s\.npz needs 0\.0 GiB while it is written, 0\.0 are free"),
+        pytest.raises(UserError, match=r"out=.*s\.npz needs 0\.0 GiB while it is written, 0\.0 are free"),
     ):
         ask(run, tmp_path / "s.npz")
 

@@ -42,7 +42,7 @@ def files(folder):
 
 
 def drawn(run, output, *overrides):
-    sample.main(composed(f"run={run}", "num_samples=4", f"output={output}", *overrides, config_name="sample"))
+    sample.main(composed(f"run={run}", "num_samples=4", f"out={output}", *overrides, config_name="sample"))
     with np.load(output) as arrays:
         return arrays["arr_0"]
 
@@ -155,7 +155,7 @@ def test_samples_are_not_overwritten_unasked_and_take_old_scores_along(run, tmp_
     first, record = output.read_bytes(), output.with_suffix(".json").read_text()
     (tmp_path / "a.scores.json").write_text("{}")
     others = ("first_seed=9", "class_label=1")
-    message = r"a\.npz: a\.npz is there already: overwrite=true replaces it, output=OTHER leaves it"
+    message = r"a\.npz: a\.npz already exists: set overwrite=true to replace it, or another out"
     with pytest.raises(UserError, match=message):
         drawn(run, output, *others)
     assert (output.read_bytes(), output.with_suffix(".json").read_text()) == (first, record)

@@ -54,7 +54,7 @@ def test_a_sweep_passes_over_what_is_there_and_names_the_best(tmp_path, monkeypa
     found = json.loads(file.read_text())
     write_json(file, found | {"protocol": found["protocol"] | {"reference": "another"}})
     refused = start("fid.py", *request, "guidance_scale=1,3", folder=tmp_path, check=False)
-    assert "is there already: overwrite=true" in refused.stderr, "scores against another reference"
+    assert "already exists: set overwrite=true" in refused.stderr, "scores against another reference"
 
 
 def record(scale, checkpoint="a", num_samples=5, **values):

@@ -33,14 +33,14 @@ def test_samples_that_are_killed_again_and_again_are_those_of_an_undisturbed_run
     tiny_run(tmp_path / "run", "data.in_channels=3", "model.init=xavier")
     request = (f"run={tmp_path}/run", "num_samples=300", "batch_size=16", "guidance_scale=1.5", *CHURN)
     whole, killed, rng = tmp_path / "whole.npz", tmp_path / "killed.npz", random.Random(0)
-    start("sample.py", *request, f"output={whole}")
+    start("sample.py", *request, f"out={whole}")
     before = set()
 
     def finished():
         return {file.name for file in killed.with_name("killed.npz.partial").glob("[0-9]*.npz")}
 
     for launcher in (ONE, TWO, ONE):
-        command = [*launcher, str(ROOT / "sample.py"), *request, f"output={killed}"]
+        command = [*launcher, str(ROOT / "sample.py"), *request, f"out={killed}"]
         process = subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True)
         deadline = time.monotonic() + STARTED_WITHIN_SEC
         while process.poll() is None and finished() == before and time.monotonic() < deadline:
@@ -53,7 +53,7 @@ def test_samples_that_are_killed_again_and_again_are_those_of_an_undisturbed_run
         assert whole_launch, "it ended by itself"
         assert before < finished(), "a part was lost"
         before = finished()
-    start("sample.py", *request, f"output={killed}")
+    start("sample.py", *request, f"out={killed}")
     assert whole.read_bytes() == killed.read_bytes()
     with np.load(killed) as arrays:
         assert len(np.unique(arrays["arr_0"], axis=0)) == len(arrays["arr_1"]) == 300

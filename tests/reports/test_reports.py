@@ -173,7 +173,7 @@ def test_a_page_is_written_again_until_the_run_has_finished(run):
 @pytest.mark.usefixtures("few_panels")
 def test_the_program_takes_a_pattern(run, monkeypatch):
     monkeypatch.chdir(run.parent)
-    main(composed("runs=[*run]", "output=pages", config_name="reports"))
+    main(composed("runs=[*run]", "out=pages", config_name="reports"))
     assert (run.parent / "pages/report.html").is_file()
 
 

@@ -30,13 +30,13 @@ def test_the_others_do_not_wait_for_a_first_rank_that_failed(monkeypatch):
     assert seen == ["barrier"]
 
 
-def test_only_the_first_rank_claims_the_place_of_a_result(monkeypatch, tmp_path):
+def test_only_the_first_rank_locks_the_file_of_a_result(monkeypatch, tmp_path):
     monkeypatch.setattr(
         Launch, "broadcast_from_main", lambda self, decide: decide() if self.is_main else None
     )
-    place = {"key": "out", "file": tmp_path / "a.npz", "beside": [], "overwrite": False}
-    with Launch(1, 2).claimed_by_main(**place):
+    place = {"file": tmp_path / "a.npz", "beside": [], "overwrite": False}
+    with Launch(1, 2).exclusive_output(**place):
         assert not list(tmp_path.iterdir())
-        with Launch(0, 2).claimed_by_main(**place):
+        with Launch(0, 2).exclusive_output(**place):
             assert list(tmp_path.iterdir())
     assert not list(tmp_path.iterdir())

@@ -5,38 +5,38 @@ from pathlib import Path
 import pytest
 
 from runtime.lock import Busy
-from runtime.output import check_free, claimed
+from runtime.output import check_free, exclusive_output
 
 
 def test_what_is_there_is_not_overwritten_unasked(tmp_path):
     file, beside = tmp_path / "a.npz", tmp_path / "a.json"
     for there in (file, beside):
         there.write_text("before")
-        for place in (check_free, lambda *arguments: claimed(*arguments).__enter__()):
+        for place in (check_free, lambda *arguments: exclusive_output(*arguments).__enter__()):
             with pytest.raises(
-                FileExistsError, match=rf"^out={file}: {there.name} is there already: overwrite=true replaces"
+                FileExistsError, match=rf"^out={file}: {there.name} already exists: set overwrite=true"
             ):
-                place("out", file, [beside], False)
-        with claimed("out", file, [beside], True):
+                place(file, [beside], False)
+        with exclusive_output(file, [beside], True):
             assert there.read_text() == "before", "it stays until it is replaced"
         there.unlink()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_empty_folder_is_removed_again(tmp_path):
-    with claimed("out", tmp_path / "x/y/a.json", (), False):
+    with exclusive_output(tmp_path / "x/y/a.json", (), False):
         assert (tmp_path / "x/y").is_dir()
     assert list(tmp_path.iterdir()) == []
-    with claimed("out", tmp_path / "x/y/a.json", (), False):
+    with exclusive_output(tmp_path / "x/y/a.json", (), False):
         (tmp_path / "x/y/a.json").touch()
     assert [path.name for path in (tmp_path / "x/y").iterdir()] == ["a.json"]
 
 
 def test_two_programs_do_not_write_at_one_place(tmp_path):
     for _ in range(2):
-        with claimed("out", tmp_path / "a.json", (), False):
+        with exclusive_output(tmp_path / "a.json", (), False):
             busy = pytest.raises(Busy, match=rf"^out={tmp_path}/a.json is in use by process \d+ on ")
-            with busy, claimed("out", tmp_path / "a.json", (), True):
+            with busy, exclusive_output(tmp_path / "a.json", (), True):
                 raise AssertionError
 
 
@@ -49,5 +49,5 @@ def test_two_programs_do_not_write_at_one_place(tmp_path):
     ],
 )
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(place, rule):
-    with pytest.raises(OSError, match=f"^out={place} {rule}"), claimed("out", Path(place), (), False):
+    with pytest.raises(OSError, match=f"^out={place} {rule}"), exclusive_output(Path(place), (), False):
         raise AssertionError

@@ -97,7 +97,7 @@ def test_code_of_the_user_is_trained_and_sampled_with_its_folder_alone(own):
     where = {"folder": folder, "variables": {"PYTHONPATH": str(folder)}}
     small = ("model=tread", "data=synthetic", "train.total_steps=2", "run_name=r")
     start("train.py", given, *small, "sampler=twice", **where)
-    start("sample.py", given, "run=runs/r", "num_samples=2", "output=a.npz", **where)
+    start("sample.py", given, "run=runs/r", "num_samples=2", "out=a.npz", **where)
     message = "sampler._target_=own_sampler.heun_twice must be diffusion.adaptive_sampler or "
     chosen = "sampler._target_=own_sampler.heun_twice"
     for arguments in (("sample.py", "run=runs/r"), ("train.py", *small, chosen)):

@@ -58,13 +58,13 @@ def test_a_network_is_built_of_blocks_from_outside(tmp_path):
     start("train.py", OWN, "model=tread", "model/block=toy", "data=synthetic", *shape, *SHORT[:2], *options)
     weights = load_file(tmp_path / "run/checkpoints/step_00000002/ema.safetensors")
     assert weights["blocks.7.norm2.bias"].shape == (32,)
-    start("sample.py", OWN, f"run={tmp_path}/run", "num_samples=2", "num_steps=1", f"output={tmp_path}/a.npz")
+    start("sample.py", OWN, f"run={tmp_path}/run", "num_samples=2", "num_steps=1", f"out={tmp_path}/a.npz")
 
 
 @pytest.mark.parametrize("choices", [(), ("sampler=edm", "guidance=cfg", "num_steps=2")])
 def test_samples_are_drawn_by_siblings_or_by_others_in_their_place(run, choices):
     output = run.parent / f"drawn{len(choices)}.npz"
-    start("sample.py", OWN, f"run={run}", "num_samples=10", *choices, f"output={output}")
+    start("sample.py", OWN, f"run={run}", "num_samples=10", *choices, f"out={output}")
     record = json.loads(output.with_suffix(".json").read_text())
     target = "diffusion.edm_sampler" if choices else "tests.siblings.toy.euler_sampler"
     assert record["sampler"]["_target_"] == target
