@@ -1,7 +1,7 @@
 """Noise prediction over 1,000 steps of a linear schedule [DDPM], with the learned variance of [IDDPM], [DiT].
 
-Time counts steps of noising, t = 0 is data; the condition of a network is the rounded index t - 1 of a step.
-Between the steps the logarithm of the signal-to-noise ratio is interpolated, so that any solver can run.
+Time counts noising steps; t = 0 is data. The network is conditioned on the rounded step index t - 1. Between
+steps the logarithm of the signal-to-noise ratio is interpolated, so that any solver can run.
 """
 
 import math
@@ -17,14 +17,14 @@ NUM_STEPS = 1000
 BETA_MIN, BETA_MAX = 1e-4, 0.02
 
 
-@dataclass(frozen=True)  # for equality alone
+@dataclass(frozen=True)  # so that all instances compare equal
 class DDPMPath:
     """alpha(t)^2 = prod_{i <= t} (1 - beta_i), sigma^2 = 1 - alpha^2, beta_i linear in i, 0 <= t <= 1000."""
 
     t_max = float(NUM_STEPS)
 
     def log_snr(self, t: torch.Tensor) -> torch.Tensor:
-        """ln(alpha^2 / sigma^2) in float64; before the first step sigma / alpha is linear in t."""
+        """Return ln(alpha^2 / sigma^2) in float64. Before the first step sigma / alpha is linear in t."""
         table, t = _table(t.device), t.double().clamp(max=NUM_STEPS)
         low = t.floor().clamp(1, NUM_STEPS - 1).long()
         between = torch.lerp(table.take(low - 1), table.take(low), t - low)
@@ -50,25 +50,25 @@ class DDPMPath:
         return torch.where(t <= 1, -2 / t.double(), table.take(high - 1) - table.take(high - 2)).to(t.dtype)
 
     def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
-        table, wanted = _table(noise_to_signal.device), -2 * noise_to_signal.double().log()
-        # The table descends: the first entry that is at most the wanted one.
-        high = torch.searchsorted(-table, -wanted).clamp(1, NUM_STEPS - 1)
+        table, log_snr = _table(noise_to_signal.device), -2 * noise_to_signal.double().log()
+        # The table descends: find the first entry at or below log_snr.
+        high = torch.searchsorted(-table, -log_snr).clamp(1, NUM_STEPS - 1)
         above, below = table.take(high - 1), table.take(high)
-        fraction = (above - wanted) / (above - below)
-        t = torch.where(wanted > table[0], ((table[0] - wanted) / 2).exp(), high + fraction)
+        fraction = (above - log_snr) / (above - below)
+        t = torch.where(log_snr > table[0], ((table[0] - log_snr) / 2).exp(), high + fraction)
         return t.clamp(max=NUM_STEPS).to(noise_to_signal.dtype)
 
 
 @cache
 def _table(device: torch.device) -> torch.Tensor:
-    """ln(alpha^2 / sigma^2) after 1, 2, ... steps; cached, because a copy waits for the device."""
+    """Return ln(alpha^2 / sigma^2) after 1, 2, ... steps. Cached, because a copy waits for the device."""
     betas = torch.linspace(BETA_MIN, BETA_MAX, NUM_STEPS, dtype=torch.float64)
     log_alpha2 = torch.log1p(-betas).cumsum(0)
     return (log_alpha2 - torch.log(-torch.expm1(log_alpha2))).to(device)
 
 
 class DDPMPrecond(Precond):
-    """The network predicts eps, and with 2C channels of output also the variance."""
+    """Noise prediction: F_x is eps, followed by the variance if the network has 2C output channels."""
 
     path = DDPMPath()
 
@@ -82,7 +82,7 @@ class DDPMPrecond(Precond):
     def learned_variance(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if F_x.shape[1] != 2 * x.shape[1]:
             raise ValueError(
-                "sampler.variance=learned needs model.learn_sigma=true; small and large need nothing"
+                "sampler.variance=learned needs model.learn_sigma=true: use sampler.variance=small or large"
             )
         return F_x[:, x.shape[1] :].to(self.dtype)
 
@@ -91,7 +91,7 @@ class DDPMLoss(Loss[DDPMPrecond]):
     """Squared error of eps; a predicted variance is trained by the variational bound."""
 
     def __init__(self):
-        super().__init__()  # no contrastive term, which is unbounded for the variational bound
+        super().__init__()  # no contrastive term: the variational bound would make it unbounded
 
     def draw_t(
         self, num_samples: int, generator: torch.Generator | None, device: torch.device
@@ -111,8 +111,8 @@ class DDPMLoss(Loss[DDPMPrecond]):
         if F_x.shape[1] == x.shape[1]:
             return error
         v = precond.learned_variance(F_x, x)
-        # L_hybrid = L_simple + 0.001 L_vlb, [IDDPM]: for one of 1,000 steps its own term, in bits. The term
-        # gives no gradient to the mean.
+        # L_hybrid = L_simple + 0.001 L_vlb, [IDDPM]. One step stands for 1,000, so its term has weight 1. The
+        # term is in bits and gives no gradient to the mean.
         D_x = precond.denoised(F_x.detach(), x_t, t)
         return error + variational_bound(precond.path, D_x, v, x_t, t, x)
 
@@ -120,10 +120,10 @@ class DDPMLoss(Loss[DDPMPrecond]):
 def variational_bound(
     path: Path, D_x: torch.Tensor, v: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
-    """Return the term (N, C, H, W) of step t (N, 1, 1, 1) of the bound on -ln p(x_0), in bits. [IDDPM]
+    """Return the term of step t (N, 1, 1, 1) in the bound on -ln p(x_0): (N, C, H, W) in bits. [IDDPM]
 
-    KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)); for the first step -ln p(x_0 | x_1) of a Gaussian over bins
-    of 1 / 127.5, the bytes of an image.
+    The term is KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)). For the first step it is -ln p(x_0 | x_1) of a
+    Gaussian over bins of width 1 / 127.5, the bytes of an image.
     """
     s = t - 1
     mean, true_mean = (posterior_mean(path, clean, x_t, t, s) for clean in (D_x, x))
@@ -137,31 +137,31 @@ def variational_bound(
 def posterior_mean(
     path: Path, clean: torch.Tensor, x_t: torch.Tensor, t: torch.Tensor, s: torch.Tensor
 ) -> torch.Tensor:
-    """Mean of q(x_s | x_t, x_0 = clean), s < t, on a path with alpha^2 + sigma^2 = 1. [DDPM] eq. 7"""
+    """Return the mean of q(x_s | x_t, x_0 = clean), s < t, if alpha^2 + sigma^2 = 1. [DDPM] eq. 7"""
     t, s, beta = t.double(), s.double(), log_beta(path, t, s).exp()
-    of_clean = path.alpha(s) * beta / path.sigma(t) ** 2
-    of_x_t = path.alpha(t) / path.alpha(s) * (path.sigma(s) / path.sigma(t)) ** 2
-    return of_clean.to(x_t) * clean + of_x_t.to(x_t) * x_t
+    clean_weight = path.alpha(s) * beta / path.sigma(t) ** 2
+    x_t_weight = path.alpha(t) / path.alpha(s) * (path.sigma(s) / path.sigma(t)) ** 2
+    return clean_weight.to(x_t) * clean + x_t_weight.to(x_t) * x_t
 
 
 def log_beta(path: Path, t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """ln(1 - alpha(t)^2 / alpha(s)^2) in float64: the noise added between s and t."""
+    """Return ln(1 - alpha(t)^2 / alpha(s)^2) in float64: the variance added between s and t."""
     return (-torch.expm1(2 * (path.alpha(t.double()) / path.alpha(s.double())).log())).log()
 
 
 def posterior_log_variance(path: Path, t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    """ln of the variance of q(x_s | x_t, x_0) in float64, 0 < s < t. [DDPM] eq. 7"""
+    """Return the log variance of q(x_s | x_t, x_0) in float64, 0 < s < t. [DDPM] eq. 7"""
     return log_beta(path, t, s) + 2 * (path.sigma(s.double()) / path.sigma(t.double())).log()
 
 
 def log_variance(v: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Log variance of a prediction v: the posterior's, `low`, at -1, and ln beta, `high`, at 1."""
+    """Return the log variance for a prediction v: the posterior's, `low`, at -1; ln beta, `high`, at 1."""
     # Sigma = exp(f ln beta + (1 - f) ln beta~), [IDDPM] eq. 15, with f = (v + 1) / 2.
     return low + (v + 1) / 2 * (high - low)
 
 
 def _log_bin(x: torch.Tensor, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-    """ln of the mass of N(mean, std^2) in the bin of width 2 / 255 around x; outer bins are open.
+    """Return ln of the mass of N(mean, std^2) in the bin of width 2 / 255 around x; outer bins are open.
 
     DEVIATION: the CDF is exact. [DiT] approximates it by a tanh and also clamps the outer bins at 1e-12. The
     loss of this step differs by 0.3 % for a network that predicts eps = 0, less for a better one.

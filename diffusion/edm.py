@@ -46,7 +46,7 @@ class EDMPrecond(Precond):
 
 
 class OptimalPrecond(EDMPrecond):
-    """The denoiser of least loss, for data whose posterior mean is known.
+    """The optimal denoiser, for data whose posterior mean is known.
 
     Args:
         posterior_mean: posterior_mean(x_t, alpha, sigma, class_labels) -> E[x | x_t, class].
@@ -65,7 +65,7 @@ class OptimalPrecond(EDMPrecond):
         routing: Any = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        return self.posterior_mean(x, self.path.alpha(t), self.path.sigma(t), class_labels)  # D_x itself
+        return self.posterior_mean(x, self.path.alpha(t), self.path.sigma(t), class_labels)  # already D_x
 
     def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return F_x

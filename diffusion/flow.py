@@ -1,4 +1,4 @@
-"""Flow matching on the straight path between data and noise, as [SiT] and [SD3] train it."""
+"""Flow matching on the straight path between data and noise. [SiT] [SD3]"""
 
 import torch
 import torch.nn as nn
@@ -8,17 +8,17 @@ from diffusion.objective import Loss, Precond
 from diffusion.path import FlowPath
 from runtime.errors import check_choice, check_not_negative, check_positive
 
-# DEVIATION: shorter vectors count as this long. A network starts at v = 0, where the gradient of the angle is
-# unbounded, and the optimizer would remember it for many steps.
+# DEVIATION: lower bound of the norms in the cosine. A network starts at v = 0, where the cosine's gradient is
+# unbounded, and the optimizer's averages would keep it for many steps.
 MIN_NORM = 0.1
 DISTRIBUTIONS = ("logit_normal", "uniform")
 
 
 class FlowPrecond(Precond):
-    """The network predicts the velocity dx/dt = eps - x_0, and its condition is the time.
+    """Velocity prediction: F_x is dx/dt = eps - x_0, and the network is conditioned on t.
 
     Args:
-        from_noise: the time of the network runs from noise to data, and it predicts x_0 - eps, as in the
+        from_noise: True: the network's time runs from noise to data and it predicts x_0 - eps, as in the
             public checkpoints of [SiT].
     """
 
@@ -36,7 +36,7 @@ class FlowPrecond(Precond):
         return x - t * self.velocity(F_x)
 
     def velocity(self, F_x: torch.Tensor) -> torch.Tensor:
-        """Return dx/dt for the output of the network."""
+        """Return dx/dt for the network's output."""
         return -F_x if self.from_noise else F_x
 
 
@@ -44,12 +44,12 @@ class FlowLoss(Loss[FlowPrecond]):
     """Squared error of the velocity.
 
     Args:
-        distribution: of the time: uniform, or logit_normal, t = sigmoid(n) with n ~ N(P_mean, P_std^2).
-        shift: s > 1 moves the times towards noise, t -> s t / (1 + (s - 1) t); s = sqrt(m) for latents with m
-            times as many numbers. [SD3]
+        distribution: of t: `uniform`; or `logit_normal`, t = sigmoid(n) with n ~ N(P_mean, P_std^2).
+        shift: s > 1 moves the times towards noise, t -> s t / (1 + (s - 1) t). s = sqrt(m) suits latents with
+            m times as many values. [SD3]
         contrastive_weight: see `diffusion.objective.Loss`.
-        cosine_weight: weight of the added 1 - cos(v, eps - x_0), over the channels of each position.
-            [LightningDiT]
+        cosine_weight: weight of the additional term 1 - cos(v, eps - x_0), taken over the channels at each
+            position. [LightningDiT]
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class FlowLoss(Loss[FlowPrecond]):
         x: torch.Tensor,
         eps: torch.Tensor,
     ) -> torch.Tensor:
-        # |v - (eps - x_0)|^2; through D_x it would cancel near t = 0.
+        # |v - (eps - x_0)|^2 from v itself: through D_x, digits would cancel near t = 0.
         v, u = precond.velocity(precond.predicted(F_x, x)), eps - x
         error = (v - u) ** 2
         if self.cosine_weight:

@@ -1,6 +1,6 @@
 """Generate latents, each from its own seed, and count the network evaluations that they take.
 
-A sample depends on its seed alone: bitwise in batches of the same size.
+A sample depends on its seed alone. In batches of the same size it is bitwise the same.
 """
 
 from collections import Counter
@@ -15,12 +15,12 @@ from diffusion.guidance import Branch, Guidance
 from diffusion.objective import Precond
 
 LABEL_STREAM, MASK_STREAM = 1, 2  # separate labels and masks from other draws of the same seed
-# Evaluations of one image: how often a network ran with so many tokens kept by each route.
+# Number of evaluations for one image, by network and number of tokens that each route keeps.
 Evaluations = Counter[tuple[Any, tuple[int, ...]]]
 
 
 def random_labels(seeds: Sequence[int], num_classes: int) -> torch.Tensor:
-    """Draw a label uniformly from each seed alone."""
+    """Draw one uniform label (N,) int64 from each seed."""
     return torch.tensor([np.random.default_rng([seed, LABEL_STREAM]).integers(num_classes) for seed in seeds])
 
 
@@ -41,10 +41,10 @@ def generate(
     Args:
         precond: in eval mode, around a bare backbone.
         sampler: called as sampler(denoise, noise, path, randn_like=).
-        seeds: one for each sample; it fixes the initial noise, bitwise, and the noise added by the sampler.
+        seeds: one per sample; it fixes the initial noise, bitwise, and the noise that the sampler adds.
         class_labels: (N,) int64; None for an unconditional network.
         bf16: evaluate the network under bf16 autocast.
-        times: appended to: the times of the evaluations, see `count_evaluations`.
+        times: list to which the times of the evaluations are appended, see `count_evaluations`.
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     mask_seeds = [np.random.SeedSequence([s, MASK_STREAM]).generate_state(1, np.uint64)[0] for s in seeds]
@@ -68,13 +68,13 @@ def generate(
 def expected_times(precond: Precond, sampler: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     """Return the times at which a sampler evaluates the network.
 
-    A sampler with adaptive steps takes others: these are for a network that predicts 0.
+    They are recorded for a network that predicts 0. With adaptive steps, other networks get other times.
     """
     times = []
 
     def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
         times.append(t)
-        F_x = torch.cat([torch.zeros_like(x, dtype=precond.dtype)] * 2, dim=1)  # with those of a variance
+        F_x = torch.cat([torch.zeros_like(x, dtype=precond.dtype)] * 2, dim=1)  # 2C channels: with a variance
         D_x = precond.denoised(F_x, x, t)
         return (D_x, precond.learned_variance(F_x, x)) if with_variance else D_x
 
@@ -84,14 +84,14 @@ def expected_times(precond: Precond, sampler: Callable[..., torch.Tensor]) -> li
 
 
 def count_evaluations(precond: Precond, guidance: Guidance, times: Iterable[torch.Tensor]) -> Evaluations:
-    """Count the evaluations of one image at the times that a sampler asks for."""
+    """Count the evaluations for one image at the times of a sampler."""
     strong = Branch(precond, torch.zeros(1, dtype=torch.int64) if precond.net.num_classes else None)
     branches = (branch for t in times for branch in guidance.evaluated(strong, t)[1])
     return Counter((branch.precond.net, branch.num_kept) for branch in branches)
 
 
 def cost_of_evaluations(evaluations: Evaluations) -> dict[str, float]:
-    """Network evaluations and FLOPs of an image."""
+    """Return the network evaluations and the FLOPs for one image."""
     flops = sum(count * net.flops(kept).forward for (net, kept), count in evaluations.items())
     return {"network_evaluations": float(evaluations.total()), "flops": float(flops)}
 

@@ -1,4 +1,4 @@
-"""The parts common to all objectives: a preconditioned network on a path, and its loss at random times.
+"""Base classes of all objectives: a preconditioned network on a path, and its loss at random times.
 
 Shapes: N samples, C channels, H, W.
 """
@@ -13,7 +13,7 @@ from diffusion.path import Path
 
 
 class Precond(nn.Module, ABC):
-    """Turn a network F_x into a denoiser D_x; a sibling sets its path and writes `inputs` and `clean`.
+    """Turn a network F_x into a denoiser D_x. Subclasses set `path` and implement `inputs` and `clean`.
 
     Args:
         net: net(x, c_noise, class_labels, *, routing, generator) -> F_x (N, C or 2C, H, W).
@@ -28,7 +28,7 @@ class Precond(nn.Module, ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of the input of the network and of D_x: fp32, or fp64 if the weights are."""
+        """Dtype of the network's input and of D_x: float64 if the weights are float64, else float32."""
         weight = next(self.parameters(), None)
         return torch.float64 if weight is not None and weight.dtype == torch.float64 else torch.float32
 
@@ -41,7 +41,7 @@ class Precond(nn.Module, ABC):
         routing: Any = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Return all channels of F_x for x (N, C, H, W) at time t, (N,) or 0-d."""
+        """Return F_x (N, C or 2C, H, W) for x (N, C, H, W) at time t, (N,) or 0-d."""
         x = x.to(self.dtype)
         x_in, c_noise = self.inputs(x, _times(t, x))
         return self.net(x_in, c_noise.flatten(), class_labels, routing=routing, generator=generator)
@@ -52,20 +52,20 @@ class Precond(nn.Module, ABC):
         return self.clean(self.predicted(F_x, x), x, _times(t, x))
 
     def predicted(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the C channels of F_x before those of a variance, in `dtype`."""
+        """Return the first C channels of F_x in `dtype`; a predicted variance is left out."""
         return F_x[:, : x.shape[1]].to(self.dtype)
 
     @abstractmethod
     def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs of the network: x (N, C, H, W), and one number for each t (N, 1, 1, 1)."""
+        """Return the network's inputs for t (N, 1, 1, 1): scaled x (N, C, H, W), c_noise (N, 1, 1, 1)."""
 
     @abstractmethod
     def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        """Return D_x of F_x and x (N, C, H, W) at t (N, 1, 1, 1)."""
+        """Return D_x (N, C, H, W) from F_x and x at t (N, 1, 1, 1)."""
 
     def learned_variance(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return v (N, C, H, W) of F_x, see `diffusion.ddpm`; a ValueError if no variance is predicted."""
-        raise ValueError("sampler.variance=learned needs diffusion=ddpm; small and large need nothing")
+        """Return the predicted variance v (N, C, H, W), see `diffusion.ddpm`; raise if there is none."""
+        raise ValueError("sampler.variance=learned needs diffusion=ddpm: use sampler.variance=small or large")
 
     def forward(
         self,
@@ -84,14 +84,14 @@ PrecondT = TypeVar("PrecondT", bound=Precond)
 
 
 class Loss(ABC, Generic[PrecondT]):
-    """Error of a prediction at a random time; a sibling writes `draw_t` and `error`.
+    """Prediction error at a random time. Subclasses implement `draw_t` and `error`.
 
     Args:
         contrastive_weight: weight of the error against the velocity of another sample of the micro-batch. It
-            is subtracted, so that predictions of different samples differ [CFM]. Only in `train()` mode.
+            is subtracted in `train()` mode, so that predictions of different samples differ [CFM].
     """
 
-    contrastive_weight = 0.0  # default of siblings without it
+    contrastive_weight = 0.0  # for subclasses that do not set it
 
     def __init__(self, contrastive_weight: float = 0.0):
         if not 0 <= contrastive_weight < 1:
@@ -131,13 +131,13 @@ class Loss(ABC, Generic[PrecondT]):
         """Return the loss (N,) of clean latents x (N, C, H, W), in fp32, as a mean over C, H, W.
 
         Args:
-            t: (N,) times in place of the draw, to measure the loss by noise level.
-            routing: the routing of the network.
+            t: (N,) times, for the loss at given noise levels; None: drawn by `draw_t`.
+            routing: passed to the network.
             mask: (N, H, W) weight of each position. The mean is over all positions, so that a position counts
-                the same in every sample; a sample with an empty mask has loss 0.
-            reconstruct: (N, H, W) weight of the added |D_x - x_in|^2 at each position, where x_in is the
-                input of the network [MaskDiT].
-            generator: draws the time, then the noise, then the draws of the network.
+                the same in every sample. A sample with an empty mask has loss 0.
+            reconstruct: (N, H, W) weight of the additional term |D_x - x_in|^2 at each position, where x_in
+                is the network's input [MaskDiT].
+            generator: used for the time, then the noise, then the network's draws.
         """
         x = x.float()
         t = self.draw_t(x.shape[0], generator, x.device) if t is None else t
@@ -150,8 +150,9 @@ class Loss(ABC, Generic[PrecondT]):
         if self.contrastive_weight and precond.training:
             # |u - u_i|^2 - lambda |u - u_j|^2.
             if len(x) < 2:
-                raise ValueError("diffusion.loss.contrastive_weight needs micro-batches of 2 samples or more")
-            others = _ends_of(precond.path, x_t, t_, x.roll(1, 0), eps.roll(1, 0))
+                key = f"diffusion.loss.contrastive_weight={self.contrastive_weight}"
+                raise ValueError(f"{key} needs micro-batches of at least 2 samples")
+            others = _path_ends(precond.path, x_t, t_, x.roll(1, 0), eps.roll(1, 0))
             error = error - self.contrastive_weight * self.error(precond, F_x, x_t, t_, *others)
         if mask is not None:
             error = error * mask.unsqueeze(1)
@@ -162,16 +163,16 @@ class Loss(ABC, Generic[PrecondT]):
 
 
 def _times(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Expand t, (N,) or 0-d, to (N, 1, 1, 1)."""
+    """Expand t, (N,) or 0-d, to (N, 1, 1, 1) with the dtype and device of x."""
     if t.dim() == 0 and t.device != x.device:  # SYNC: a copy from the host would wait for the device
         return torch.ones(x.shape[0], 1, 1, 1, dtype=x.dtype, device=x.device) * t
     return t.to(x).flatten().expand(x.shape[0]).view(-1, 1, 1, 1)
 
 
-def _ends_of(
+def _path_ends(
     path: Path, x_t: torch.Tensor, t: torch.Tensor, x: torch.Tensor, eps: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return data and noise of the path through x_t whose velocity at t equals the velocity of x, eps."""
+    """Return the data and noise whose path goes through x_t at t with the velocity of the pair x, eps."""
     alpha, sigma = path.alpha(t), path.sigma(t)
     alpha_dot, sigma_dot = path.alpha_dot(t), path.sigma_dot(t)
     # u = alpha' x + sigma' eps; solve x_t = alpha x' + sigma eps', u = alpha' x' + sigma' eps'.

@@ -7,17 +7,17 @@ import torch
 
 
 class Denoise(Protocol):
-    """A denoiser, with labels and guidance closed over."""
+    """A denoiser that already includes class labels and guidance."""
 
     def __call__(self, x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
-        """D_x (N, C, H, W) at time t, 0-d; with_variance: D_x and v, see `diffusion.ddpm`."""
+        """Return D_x (N, C, H, W) at time t, 0-d; with_variance: D_x and v, see `diffusion.ddpm`."""
 
 
 class Path(Protocol):
-    """The amounts of data and noise at each time; methods are elementwise, and equal paths compare equal.
+    """Amounts of data and noise at each time. Methods are elementwise; equal paths compare equal.
 
     Args:
-        t_max: the end of the path, where there is least data.
+        t_max: end of the path, where the noise level is highest.
     """
 
     @property
@@ -36,7 +36,7 @@ class Path(Protocol):
 
 @dataclass(frozen=True)
 class EDMPath:
-    """Noise added to data, t is its standard deviation: alpha = 1, sigma = t. [EDM]"""
+    """Added noise of standard deviation t: alpha = 1, sigma = t. [EDM]"""
 
     t_max: float = 80.0
 
@@ -58,7 +58,7 @@ class EDMPath:
 
 @dataclass(frozen=True)
 class FlowPath:
-    """A straight line: alpha = 1 - t, sigma = t. [SiT]"""
+    """Straight path: alpha = 1 - t, sigma = t. [SiT]"""
 
     t_max: float = 1.0
 
@@ -80,7 +80,7 @@ class FlowPath:
 
 @dataclass(frozen=True)
 class VPPath:
-    """Variance preserved: alpha = exp(-B / 2), sigma^2 = 1 - alpha^2, B = beta_d t^2 / 2 + beta_min t."""
+    """Variance-preserving path: alpha = exp(-B / 2), sigma^2 = 1 - alpha^2, B = beta_d t^2/2 + beta_min t."""
 
     t_max: float = 1.0
     beta_d, beta_min = 19.9, 0.1  # [EDM] Table 1
@@ -107,7 +107,7 @@ class VPPath:
 
 @dataclass(frozen=True)
 class VEPath(EDMPath):
-    """Variance that explodes: alpha = 1, sigma = sqrt(t). [EDM]"""
+    """Variance-exploding path: alpha = 1, sigma = sqrt(t). [EDM]"""
 
     t_max: float = 1e4
 
@@ -126,7 +126,7 @@ PATHS = {"edm": EDM_PATH, "flow": FLOW_PATH, "vp": VPPath(), "ve": VEPath()}
 
 
 def on_path(denoise: Denoise, from_path: Path, to_path: Path) -> Denoise:
-    """Turn a denoiser of `from_path` into one of `to_path`, so that any sampler runs any network."""
+    """Convert a denoiser from one path to another, so that any sampler runs any network."""
     if from_path == to_path:
         return denoise
 
@@ -140,7 +140,7 @@ def on_path(denoise: Denoise, from_path: Path, to_path: Path) -> Denoise:
 
 
 def solve_on(denoise: Denoise, from_path: Path, to_path: EDMPath | FlowPath | VPPath) -> tuple[Denoise, Path]:
-    """Turn a denoiser into one of `to_path`; return it and that path, cut where `from_path` ends."""
+    """Convert a denoiser to `to_path`. Return it with that path, cut where `from_path` ends."""
     if from_path == to_path:
         return denoise, to_path
     end = torch.tensor(from_path.t_max, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The network predicts the clean latents; the loss is that of the velocity. [JiT]"""
+"""Prediction of the clean latents, trained by the error of the velocity. [JiT]"""
 
 import torch
 
@@ -9,7 +9,7 @@ from runtime.errors import check_positive
 
 
 class X0Precond(Precond):
-    """The network predicts x_0 on the path of flow matching, and its condition is the time."""
+    """Data prediction on the path of flow matching: F_x is x_0, and the network is conditioned on t."""
 
     path = FlowPath()
 
@@ -21,11 +21,11 @@ class X0Precond(Precond):
 
 
 class X0Loss(FlowLoss):
-    """Squared error of the velocity of a prediction of x_0.
+    """Squared error of the velocity that a predicted x_0 implies.
 
     Args:
-        t_min: earlier times count as this one, because the velocity divides by t.
-        The others are those of FlowLoss.
+        t_min: lower bound of t where the velocity divides by t.
+        The other arguments are documented in `FlowLoss`.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ PRODUCTS = torch.cat(
 
 
 def rows():
-    """Yield what the table says: name, objective, settings."""
+    """Yield the rows of the table: name, objective, settings."""
     table = PAGE.read_text().split("## Draw from a file")[1]
     for line in re.findall(r"^\| .*`sampler=.*$", table, re.MULTILINE):
         name, objective, sampler, guidance = (cell.strip() for cell in line.strip("|").split("|"))
@@ -36,7 +36,7 @@ def rows():
 
 
 def guided(net, x, t, w=1.0, num_channels=4):
-    """The output of a public network at its time t, its first channels guided by the null class."""
+    """Return the output of a public network at its time t, with the first channels guided."""
     times = torch.full((len(x),), float(t), dtype=x.dtype)
     output, null = (net(x, times, labels) for labels in (LABELS, torch.full_like(LABELS, 10)))
     end = num_channels
@@ -44,7 +44,7 @@ def guided(net, x, t, w=1.0, num_channels=4):
 
 
 def dit(net, x, randn, w=1.5, num_steps=250):
-    """Ancestral steps of the process that has the kept steps alone, with the learned variance."""
+    """Sample by ancestral steps between the kept steps, with the learned variance."""
     kept = [round(i * 999 / (num_steps - 1)) for i in range(num_steps)]
     before = [1.0, *(PRODUCTS[k + 1].item() for k in kept)]
     for k, last, now in list(zip(kept, before[:-1], before[1:], strict=True))[::-1]:
@@ -58,7 +58,7 @@ def dit(net, x, randn, w=1.5, num_steps=250):
     return x
 
 
-# w(u) of SiT on its path from noise, u = 1 at the data; norm is a factor of all but one.
+# w(u) of SiT on its path from noise; u = 1 is data. The norm is a factor, except in `decreasing`.
 DIFFUSIONS = {
     "constant": lambda u, norm: norm,
     "sigma": lambda u, norm: norm * (1 - u),
@@ -69,7 +69,7 @@ DIFFUSIONS = {
 
 
 def sit(net, x, randn, w=1.5, num_points=250, diffusion="sigma", norm=1.0):
-    """Euler-Maruyama from u = 0 to 0.96, and the mean of a step of 0.04."""
+    """Sample by Euler-Maruyama from u = 0 to 0.96, then the mean of a step of 0.04."""
     times = [0.96 * i / (num_points - 1) for i in range(num_points)]
     for u, h in zip(times, [0.96 / (num_points - 1)] * (num_points - 1) + [0.04], strict=True):
         v, c = guided(net, x, u, w, 3)[:, :4], DIFFUSIONS[diffusion](u, norm)
@@ -79,7 +79,7 @@ def sit(net, x, randn, w=1.5, num_points=250, diffusion="sigma", norm=1.0):
 
 
 def lightningdit(net, x, randn, w=10.0):
-    """Euler's steps between 250 points, guided from u = 0.11."""
+    """Sample by Euler steps between 250 points, guided from u = 0.11."""
     points = [0.3 * i / 249 / (1 - 0.7 * i / 249) for i in range(250)]
     for u, following in pairwise(points):
         x = x + (following - u) * guided(net, x, u, w if u >= 0.11 else 1, 3)[:, :4]
@@ -87,7 +87,7 @@ def lightningdit(net, x, randn, w=10.0):
 
 
 def repa(net, x, randn, w=1.8):
-    """Euler-Maruyama from t = 1 to 0.04, guided up to 0.7, and the mean of a step to 0."""
+    """Sample by Euler-Maruyama from t = 1 to 0.04, guided up to 0.7, then the mean of a step to 0."""
     levels = [1 - 0.96 * i / 249 for i in range(250)]
     for t, s in zip(levels, [*levels[1:], 0.0], strict=True):
         v = guided(net, x, t, w if t <= 0.7 else 1)[:, :4]
@@ -100,7 +100,7 @@ PUBLIC = {"DiT": dit, "SiT, SDE": sit, "LightningDiT": lightningdit, "REPA": rep
 
 
 def network(objective):
-    """Return the experiment, and a small network in float64 with all weights drawn."""
+    """Return an experiment and a small random network in float64."""
     model = {"hidden_size": 16, "num_heads": 2, "depth": 2, "patch_size": 4}
     model["learn_sigma"] = str(objective in ("ddpm", "sit")).lower()
     sizes = ["data.input_size=4", "data.in_channels=4", "data.num_classes=10"]
@@ -139,7 +139,7 @@ def test_the_settings_of_the_table_are_the_published_sampler(name, objective, se
 @torch.no_grad()
 @pytest.mark.parametrize("norm", [1.0, 0.5])
 @pytest.mark.parametrize("diffusion", DIFFUSIONS)
-def test_diffusions_are_those_of_sit(diffusion, norm):
+def test_diffusion_coefficients_are_as_in_sit(diffusion, norm):
     _, precond = network("sit")
     noise = torch.randn(2, 4, 4, 4, dtype=torch.float64)
     denoise = CFG(1.0)(Branch(precond, LABELS))

@@ -1,4 +1,4 @@
-"""Guidance: guidance(strong branch) -> denoise(x, t). One file for each, beside what they share."""
+"""Guidance: guidance(strong) -> denoise(x, t). Each kind has a file; guidance.py holds the base class."""
 
 from diffusion.guidance.auto import AutoGuidance
 from diffusion.guidance.cfg import CFG

@@ -10,14 +10,14 @@ from diffusion.objective import Precond
 
 @dataclass(eq=False)
 class AutoGuidance(Guidance):
-    """The weak branch is another network: an earlier checkpoint, a smaller or less trained run.
+    """Guidance by a weaker network: an earlier checkpoint, or a smaller or less trained run.
 
     Args:
-        weak_run: the run of the weak network; None for siblings with another weakness. In `sample.py` and
-            `fid.py` the sampled run is the default if weak_checkpoint is given.
+        weak_run: run folder of the weak network; None: the strong network, weakened by `null_class` or by a
+            subclass. In `sample.py` and `fid.py`, weak_checkpoint alone selects from the sampled run.
         weak_checkpoint: a step, a name or a path; None: the newest.
         null_class: also give the weak branch the null class, as in classifier-free guidance.
-        The other arguments are documented in Guidance.
+        The other arguments are documented in `Guidance`.
     """
 
     weak_run: str | None = None
@@ -39,19 +39,21 @@ class AutoGuidance(Guidance):
 
     def check(self, precond: Precond) -> None:
         if self._weak is None and not self.null_class:
-            raise ValueError("guidance.weak_run or, to sample a run, guidance.weak_checkpoint must be given")
+            raise ValueError(
+                "guidance=auto needs guidance.weak_run or, with run=NAME, guidance.weak_checkpoint"
+            )
         self.check_weak(precond)
 
     def check_weak(self, precond: Precond) -> None:
-        """Raise a ValueError if the weak network has other latents, other classes or another path."""
+        """Raise a ValueError unless both networks have the same latents, classes and path."""
         if self.null_class:
-            check_null_class((self._weak or precond).net, "guidance.null_class=true has no meaning")
+            check_null_class((self._weak or precond).net, "guidance.null_class=true is not supported")
         if self._weak is None:
             return
         weak, strong = ((p.path, p.net.latent_shape, p.net.num_classes) for p in (self._weak, precond))
         if weak != strong:
-            facts = f"its path, latents and num_classes are {weak}, the run's {strong}"
-            raise ValueError(f"guidance.weak_run={self.weak_run}: {facts}")
+            rule = f"its path, latent shape and num_classes {weak} must equal the sampled network's {strong}"
+            raise ValueError(f"guidance.weak_run={self.weak_run}: {rule}")
 
     def weak(self, strong: Branch) -> Branch:
         weak = strong if self._weak is None else replace(strong, precond=self._weak)

@@ -12,12 +12,12 @@ from runtime.errors import check_positive
 
 @dataclass(eq=False)
 class CFG(Guidance):
-    """The weak branch is the same network on the null class.
+    """Guidance by the same network on the null class.
 
     Args:
-        num_channels: number of guided channels; the others are the strong prediction. PARITY: the released
-            code of [DiT], [SiT] and [LightningDiT] guides three. None: all.
-        The other arguments are documented in Guidance.
+        num_channels: number of guided channels; the others keep the strong prediction. None: all. PARITY: the
+            released code of [DiT], [SiT] and [LightningDiT] guides three.
+        The other arguments are documented in `Guidance`.
     """
 
     num_channels: int | None = None
@@ -45,14 +45,14 @@ class CFG(Guidance):
 
 
 def on_null_class(branch: Branch) -> Branch:
-    """Replace the class labels of a branch by the null class, if it has any."""
+    """Replace a branch's class labels, if any, by the null class."""
     if branch.class_labels is None:
         return branch
     return replace(branch, class_labels=torch.full_like(branch.class_labels, branch.precond.net.num_classes))
 
 
 def check_null_class(net: Any, rule: str) -> None:
-    """Raise a ValueError unless a network has a trained null class."""
+    """Raise a ValueError unless the network has a trained null class; `rule` starts the message."""
     if not net.num_classes:
         raise ValueError(f"{rule} for an unconditional network")
     if not net.class_dropout_prob:

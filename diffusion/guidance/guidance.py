@@ -1,4 +1,4 @@
-"""The parts common to all guidance: a strong and a weak prediction, and a step from weak past strong."""
+"""The base class of all guidance: a strong and a weak prediction, and a step from weak past strong."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ class Branch:
 
     Args:
         class_labels: (N,); None for an unconditional network.
-        rand: rand(T) -> (N, T) in [0, 1), each sample's own: the noise from which a routed branch draws its
-            tokens. None: the default generator of the device.
+        rand: rand(num) -> (N, num) uniform in [0, 1), drawn per sample. A routed branch selects its tokens by
+            this noise. None: the device's default generator.
     """
 
     precond: Precond
@@ -32,27 +32,27 @@ class Branch:
 
     @property
     def num_kept(self) -> tuple[int, ...]:
-        """Number of tokens kept by each route: forwards of one length are evaluated together."""
+        """Number of tokens that each route keeps. Branches of equal length are evaluated together."""
         net = self.precond.net
         ratios = (self.routing or Routing()).ratios(net.routes, active=False)
         return tuple(num_tokens_kept(net.num_tokens, ratio) for ratio in ratios)
 
 
 def predict(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> list[torch.Tensor]:
-    """Return F_x of each branch, with one forward for all branches that share a network and a length."""
+    """Return F_x of each branch. Branches that share a network and a length share a forward."""
     groups: dict[Any, list[int]] = {}
     for i, branch in enumerate(branches):
         groups.setdefault((branch.precond, branch.num_kept), []).append(i)
     F_x: list[torch.Tensor] = [x] * len(branches)
-    for members in groups.values():
-        outputs = _forward([branches[i] for i in members], x, t).chunk(len(members))
-        for i, output in zip(members, outputs, strict=True):
+    for indices in groups.values():
+        outputs = _forward([branches[i] for i in indices], x, t).chunk(len(indices))
+        for i, output in zip(indices, outputs, strict=True):
             F_x[i] = output
     return F_x
 
 
 def _forward(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    # F_x of branches of one network and one length, concatenated along the batch.
+    # F_x of branches with the same network and length, concatenated along the batch.
     first, n = branches[0], len(branches)
     labels, routing = first.class_labels, first.routing
     if labels is not None:
@@ -66,14 +66,14 @@ def _forward(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> to
 
 @dataclass(eq=False)
 class Guidance:
-    """A sibling writes `weak`; or `branches`, if the strong branch changes as well.
+    """Base class of guidance. Subclasses implement `weak`, or `branches` to change the strong branch too.
 
     Args:
-        guidance_scale: w; 1 is the strong prediction alone, at the cost of one.
-        guidance_interval: noise levels sigma / alpha, (low, high], outside of which w is 1 [IG]; None:
-            everywhere.
-        schedule: of w from 1 at noise to guidance_scale at the data, by the share of data 1 - r / (1 + r) at
-            noise level r: `linear`, `cosine`, or `constant` for guidance_scale everywhere.
+        guidance_scale: w. At 1 only the strong branch is evaluated.
+        guidance_interval: low and high noise level sigma / alpha; outside of (low, high] w is 1 [IG]. None:
+            no limits.
+        schedule: `constant`: w is guidance_scale everywhere. `linear`, `cosine`: w rises from 1 at noise to
+            guidance_scale at the data, by the share of data 1 / (1 + r) at noise level r.
     """
 
     guidance_scale: float = 1.0
@@ -90,14 +90,14 @@ class Guidance:
                 pass
             case levels:
                 raise ValueError(
-                    f"guidance.guidance_interval={levels} must be two noise levels, low and high"
+                    f"guidance.guidance_interval={levels} must be two noise levels [LOW, HIGH] or null"
                 )
 
     def load(self, open_precond: Callable[[str, str | None], Precond]) -> None:
-        """Load other networks of this guidance by open_precond(run, checkpoint)."""
+        """Load the guidance's own networks with open_precond(run, checkpoint)."""
 
     def check(self, precond: Precond) -> None:
-        """Raise a ValueError if this guidance does not apply to a network."""
+        """Raise a ValueError if this guidance does not apply to the network."""
 
     def weak(self, strong: Branch) -> Branch:
         """Return the weak branch."""
@@ -121,7 +121,7 @@ class Guidance:
         return 1 + (self.guidance_scale - 1) * rise
 
     def evaluated(self, strong: Branch, t: torch.Tensor) -> tuple[float, tuple[Branch, ...]]:
-        """Return w and the branches evaluated at time t, 0-d: the strong one alone where w is 1."""
+        """Return w and the branches to evaluate at time t, 0-d: only the strong one where w is 1."""
         w, branches = self.scale(strong.precond.path, t), self.branches(strong, t)
         return w, branches[:1] if w == 1 else branches
 
@@ -131,7 +131,7 @@ class Guidance:
         return D_w + w * (D_s - D_w)
 
     def __call__(self, strong: Branch) -> Denoise:
-        """Return a denoiser for a sampler: x (N, C, H, W) and t, 0-d."""
+        """Return a guided denoiser for samplers, called with x (N, C, H, W) and t, 0-d."""
         self.check(strong.precond)
 
         def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
@@ -150,5 +150,5 @@ def noise_level(path: Path, t: torch.Tensor) -> float:
 
 
 def data_share(path: Path, t: torch.Tensor) -> float:
-    """Return 1 / (1 + r), where r is the noise level at time t, 0-d: from 0 at noise to 1 at the data."""
+    """Return 1 / (1 + r) for the noise level r at time t, 0-d: 0 at noise, 1 at the data."""
     return 1 / (1 + noise_level(path, t))

@@ -1,4 +1,4 @@
-"""Path-drop guidance: away from the prediction without the windows, and without a class. [SPRINT]"""
+"""Path-drop guidance: away from the prediction without windows and without a class. [SPRINT]"""
 
 from dataclasses import replace
 
@@ -9,17 +9,17 @@ from routing import Routing
 
 
 class PathDropGuidance(Guidance):
-    """The weak branch skips the windows of all routes, and costs only the other blocks.
+    """Guidance by the same network without the windows of its routes, at the cost of the other blocks.
 
-    It is meant for networks whose windows were dropped at times in training (`model/rejoin=fuse`). The
-    arguments are documented in Guidance.
+    It is meant for networks whose windows are dropped at random in training (`model/rejoin=fuse`). The
+    arguments are documented in `Guidance`.
     """
 
     def check(self, precond: Precond) -> None:
         if not precond.net.routes:
             raise ValueError("guidance=path_drop needs a network with routes (model=sprint)")
         if precond.net.num_classes and self.guidance_scale != 1:
-            check_null_class(precond.net, "guidance=path_drop uses the null class, which is not supported")
+            check_null_class(precond.net, "guidance=path_drop is not supported")
 
     def weak(self, strong: Branch) -> Branch:
         return on_null_class(replace(strong, routing=Routing(1)))

@@ -1,4 +1,4 @@
-"""Sparse guidance: away from the prediction of fewer tokens, both with the class. [SG]"""
+"""Sparse guidance: away from a prediction from fewer tokens; both predictions use the class. [SG]"""
 
 import math
 from dataclasses import dataclass, replace
@@ -20,19 +20,19 @@ RATIO_SCHEDULES = ("constant", "cosine")
 
 @dataclass(eq=False)
 class SparseGuidance(AutoGuidance):
-    """The strong and the weak branch route different shares of the tokens.
+    """Guidance between two selection ratios: more tokens bypass in the weak branch.
 
-    [SG] does not say whether masks are drawn for each evaluation and for each branch; both are options here.
+    [SG] does not say whether masks are drawn per evaluation and per branch; both are options here.
 
     Args:
-        strong_ratio, weak_ratio: selection ratios of all routes, the shares of tokens that bypass.
-        masks: `fresh` for each evaluation, or `fixed` for an image.
-        share_masks: both branches order the tokens alike, so that the weak branch keeps a part of the strong
-            branch's tokens.
+        strong_ratio, weak_ratio: selection ratios of all routes: the fractions of tokens that bypass.
+        masks: `fresh`: drawn at each evaluation; `fixed`: drawn once per image.
+        share_masks: True: both branches rank the tokens alike, so that the weak branch keeps a subset of the
+            strong branch's tokens.
         ratio_schedule: `constant`; or `cosine`: from noise to data the weak ratio falls from its value to 0,
             and the strong ratio rises from 0 to its value.
-        num_levels: number of values of a scheduled ratio; each is a length to compile.
-        The other arguments are documented in AutoGuidance; without weak_run both branches share a network.
+        num_levels: number of values that a scheduled ratio takes; each is a length to compile.
+        The other arguments are documented in `AutoGuidance`. weak_run=None: both branches share a network.
     """
 
     strong_ratio: float = 0.0
@@ -60,7 +60,7 @@ class SparseGuidance(AutoGuidance):
         if (len(weak.routes), weak.num_tokens) != (len(strong.routes), strong.num_tokens):
             raise ValueError(
                 f"guidance.weak_run={self.weak_run}: it has {len(weak.routes)} routes for {weak.num_tokens} "
-                f"tokens, the run has {len(strong.routes)} for {strong.num_tokens}"
+                f"tokens, must have {len(strong.routes)} for {strong.num_tokens}, like the sampled run"
             )
 
     def ratios(self, path: Path, t: torch.Tensor) -> tuple[float, float]:
@@ -73,13 +73,13 @@ class SparseGuidance(AutoGuidance):
 
     def branches(self, strong: Branch, t: torch.Tensor) -> tuple[Branch, Branch]:
         weak, ratios = self.weak(strong), self.ratios(strong.precond.path, t)
-        orders: tuple[Any, Any] = (None, None)
+        noises: tuple[Any, Any] = (None, None)
         if strong.rand is not None:
             net = strong.precond.net
             R, T = len(net.routes), net.num_tokens
             noise = strong.rand(2 * R * T).unflatten(1, (2, R, T)).transpose(0, 1)  # (2, N, R, T)
-            orders = (noise[0], noise[0 if self.share_masks else 1])
-        return _routed(strong, ratios[0], orders[0]), _routed(weak, ratios[1], orders[1])
+            noises = (noise[0], noise[0 if self.share_masks else 1])
+        return _with_routing(strong, ratios[0], noises[0]), _with_routing(weak, ratios[1], noises[1])
 
     def __call__(self, strong: Branch) -> Denoise:
         if strong.rand is None and (self.masks == "fixed" or self.share_masks):
@@ -89,8 +89,8 @@ class SparseGuidance(AutoGuidance):
         return super().__call__(strong)
 
 
-def _routed(branch: Branch, ratio: float, order: torch.Tensor | None) -> Branch:
-    """Route a share of the tokens of a branch around the windows: the last in an order (N, R, T)."""
-    noise = None if order is None else list(order.unbind(1))
-    routed = replace(branch, routing=Routing(ratio, noise=noise))
+def _with_routing(branch: Branch, ratio: float, noise: torch.Tensor | None) -> Branch:
+    """Add a routing to a branch; noise (N, R, T) selects the tokens. No routing if all tokens are kept."""
+    routing = Routing(ratio, noise=None if noise is None else list(noise.unbind(1)))
+    routed = replace(branch, routing=routing)
     return replace(branch, routing=None) if routed.num_kept == branch.num_kept else routed

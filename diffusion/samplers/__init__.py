@@ -2,8 +2,8 @@
 
     sampler(denoise, noise, path, *, randn_like, ...) -> x_0
 
-denoise(x, t) -> D_x has labels and guidance closed over; noise (N, C, H, W) has unit variance; `path` is that
-of the denoiser; `randn_like` draws what a sampler adds on its way.
+denoise(x, t) -> D_x includes class labels and guidance. noise (N, C, H, W) has unit variance. `path` is the
+denoiser's path. `randn_like` draws the noise that a sampler adds on its way.
 """
 
 from diffusion.samplers.adaptive import adaptive_sampler

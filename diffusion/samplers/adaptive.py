@@ -1,4 +1,4 @@
-"""The probability flow by a solver with adaptive steps."""
+"""Probability flow ODE, solved with adaptive steps."""
 
 from collections.abc import Callable
 
@@ -19,12 +19,12 @@ def adaptive_sampler(
     t_min: float = 1e-3,
     randn_like: Callable[[torch.Tensor], torch.Tensor] = torch.randn_like,
 ) -> torch.Tensor:
-    """Follow the probability flow by dopri5, on the path of flow matching, with the tolerances of [SiT].
+    """Solve the probability flow with dopri5, on the path of flow matching, with the tolerances of [SiT].
 
-    The steps are chosen for a whole batch: within the tolerances a sample depends on its batch.
+    The steps are chosen for the whole batch. Within the tolerances, a sample depends on its batch.
 
     Args:
-        t_min: time of that path at which the solver stops and returns the output of the denoiser. DEVIATION:
+        t_min: time on that path at which the solver stops and returns the denoiser's output. DEVIATION:
             [SiT] integrates to 0, where eps cannot be computed from D_x.
         The other arguments are documented in `ode_sampler`.
     """
@@ -36,12 +36,12 @@ def adaptive_sampler(
     ends = torch.tensor([path.t_max, t_min], dtype=torch.float64)
 
     def slope(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        t = t.cpu()  # SYNC: the next step depends on the error of this one anyway.
+        t = t.cpu()  # SYNC: the size of the next step depends on this one's error anyway.
         return velocity(path, denoise(x, t).to(torch.float64), x, t)
 
     x = noise.to(torch.float64) * path.sigma(ends[0])
     ends_ = ends.to(x.device)
-    # Without it the solver steps beyond the end, where no noise is left, and interpolates.
-    landing = {"step_t": ends_[1:]}
-    x = torch.as_tensor(odeint(slope, x, ends_, rtol=rtol, atol=atol, method="dopri5", options=landing))[-1]
+    # Without step_t the solver steps past the end, where no noise is left, and interpolates.
+    options = {"step_t": ends_[1:]}
+    x = torch.as_tensor(odeint(slope, x, ends_, rtol=rtol, atol=atol, method="dopri5", options=options))[-1]
     return denoise(x, ends[1]).to(torch.float64)

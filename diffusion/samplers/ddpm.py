@@ -23,13 +23,13 @@ def ddpm_sampler(
     variance: str = "learned",
     randn_like: Callable[[torch.Tensor], torch.Tensor] = torch.randn_like,
 ) -> torch.Tensor:
-    """Draw x_s from p(x_s | x_t), step after step; the network runs num_steps times.
+    """Draw x_s from p(x_s | x_t), step by step; the network runs num_steps times.
 
     Args:
-        denoise: for the learned variance called with with_variance=True, and returns D_x and v.
-        path: of the denoiser; the steps are taken on the path of DDPM.
-        num_steps: number of the 1,000 steps that are taken.
-        variance: `learned`, by a network that predicts it; `small`, of the posterior; `large`, beta.
+        denoise: called with with_variance=True for the learned variance; it then returns D_x and v.
+        path: path of the denoiser; the steps are taken on DDPM's.
+        num_steps: number of steps, in [1, 1000].
+        variance: `learned`: predicted by the network; `small`: the posterior's; `large`: beta.
     """
     check_choice("sampler.variance", variance, VARIANCES)
     denoise = on_path(denoise, path, DDPM_PATH)

@@ -26,14 +26,14 @@ def edm_sampler(
     S_noise: float = 1,
     randn_like: Callable[[torch.Tensor], torch.Tensor] = torch.randn_like,
 ) -> torch.Tensor:
-    """Heun's second-order sampler with optional churn, [EDM] Algorithm 2.
+    """Sample by Heun's second-order method with optional churn, [EDM] Algorithm 2.
 
     Args:
         denoise: called with x (N, C, H, W) in float64 and t, a 0-d float64 tensor on the CPU.
         noise: (N, C, H, W) of unit variance.
-        path: of the denoiser; default: EDM's, where t is sigma.
-        num_steps: noise levels; the network runs 2 * num_steps - 1 times.
-        S_churn, S_min, S_max, S_noise: amount and range of noise added back; 0: a deterministic solver.
+        path: path of the denoiser; the default is EDM's, where t is sigma.
+        num_steps: number of noise levels; the network runs 2 * num_steps - 1 times.
+        S_churn, S_min, S_max, S_noise: amount, range and scale of the noise added back. S_churn=0: none.
 
     Returns:
         x (N, C, H, W) in float64.
@@ -43,9 +43,9 @@ def edm_sampler(
     check_positive("sampler.rho", rho)
     for key, value in (("S_churn", S_churn), ("S_min", S_min), ("S_noise", S_noise)):
         check_not_negative(f"sampler.{key}", value)
-    for key, low, high in (("sigma_max", sigma_min, sigma_max), ("S_max", S_min, S_max)):
+    for name, low, high in (("sigma", sigma_min, sigma_max), ("S", S_min, S_max)):
         if not low < high:
-            raise ValueError(f"sampler.{key}={high} must be greater than {low}, the other end")
+            raise ValueError(f"sampler.{name}_max={high} must be greater than sampler.{name}_min={low}")
     denoise = on_path(denoise, path, EDM_PATH)
     sigmas = rho_levels(num_steps, sigma_min, sigma_max, rho)  # [EDM] eq. 5
     sigmas = torch.cat([sigmas, torch.zeros(1, dtype=torch.float64)])

@@ -1,4 +1,4 @@
-"""Solvers of the probability flow on any path; with EDM's path and times, its sampler. [EDM]"""
+"""Fixed-step solvers of the probability flow on any path. They include EDM's sampler. [EDM]"""
 
 import math
 from collections.abc import Callable
@@ -30,17 +30,17 @@ def ode_sampler(
     S_noise: float = 1,
     randn_like: Callable[[torch.Tensor], torch.Tensor] = torch.randn_like,
 ) -> torch.Tensor:
-    """Follow dx/dt = alpha' D + sigma' (x - alpha D) / sigma, with optional churn. [EDM] Algorithms 1 and 2
+    """Solve dx/dt = alpha' D + sigma' (x - alpha D) / sigma, with optional churn. [EDM] Algorithms 1 and 2
 
     Args:
         denoise: called with x (N, C, H, W) in float64 and t, a 0-d float64 tensor on the CPU.
         noise: (N, C, H, W) of unit variance.
-        path: of the denoiser.
-        num_steps: levels; the network runs num_steps times (euler), or 2 * num_steps - 1 times (heun).
-        times: the levels, see `diffusion.samplers.times`.
-        solve_on: the path on which the flow is solved: `vp`, `ve`, `edm`, `flow`; None: `path`.
-        midpoint: position in a step of the second evaluation of heun, alpha of [EDM].
-        S_churn, S_min, S_max, S_noise: amount and range, in sigma / alpha, of noise added back.
+        path: path of the denoiser.
+        num_steps: number of levels; the network runs num_steps (euler) or 2 * num_steps - 1 (heun) times.
+        times: times(path, num_steps) -> levels, see `diffusion.samplers.times`.
+        solve_on: path on which the flow is solved: `vp`, `ve`, `edm`, `flow`; None: `path`.
+        midpoint: position of heun's second evaluation in a step, in (0, 1]; alpha of [EDM].
+        S_churn, S_min, S_max, S_noise: amount, range (in sigma / alpha) and scale of the noise added back.
 
     Returns:
         x (N, C, H, W) in float64.
@@ -56,7 +56,7 @@ def ode_sampler(
     check_num_steps(num_steps)
     levels = times(path, num_steps)
 
-    def churned(x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_churn(x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # Raise the noise level by adding new noise, [EDM] Algorithm 2.
         level = path.sigma(t) / path.alpha(t)
         if not S_churn or not S_min <= level <= S_max or level.isinf():
@@ -71,18 +71,18 @@ def ode_sampler(
 
     x = noise.to(torch.float64) * path.sigma(levels[0])
     for t, t_next in pairwise(levels):
-        x, t = churned(x, t)
+        x, t = add_churn(x, t)
         h, d = t_next - t, slope(x, t)
         if solver == "euler":
             x = x + h * d
         else:
-            # Weights 1 - 1 / (2 a) at the start and 1 / (2 a) at t + a h: of second order for each a.
+            # Weights 1 - 1 / (2 a) at the start and 1 / (2 a) at t + a h: second order for any a.
             d_mid = slope(x + midpoint * h * d, t + midpoint * h)
             x = x + h * ((1 - 1 / (2 * midpoint)) * d + 1 / (2 * midpoint) * d_mid)
-    return denoise(*churned(x, levels[-1])).to(torch.float64)
+    return denoise(*add_churn(x, levels[-1])).to(torch.float64)
 
 
 def velocity(path: Path, D_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """dx/dt of the probability flow."""
+    """Return dx/dt of the probability flow."""
     eps = (x - path.alpha(t) * D_x) / path.sigma(t)
     return path.alpha_dot(t) * D_x + path.sigma_dot(t) * eps

@@ -1,4 +1,4 @@
-"""The reverse SDE of [SiT] by Euler-Maruyama, on the path of flow matching."""
+"""Euler-Maruyama solver of the reverse SDE of [SiT], on the path of flow matching."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from runtime.errors import check_choice, check_not_negative
 
 COEFFICIENTS: dict[str, Callable[[Path, torch.Tensor], torch.Tensor]] = {  # w(t)
     "constant": lambda path, t: torch.ones_like(t),
-    # w of the forward SDE with this path
+    # w of the forward SDE on this path
     "sbdm": lambda path, t: (
         path.sigma(t) * path.sigma_dot(t) - path.alpha_dot(t) / path.alpha(t) * path.sigma(t) ** 2
     ),
@@ -39,13 +39,13 @@ def sde_sampler(
     last_step: str = "mean",
     randn_like: Callable[[torch.Tensor], torch.Tensor] = torch.randn_like,
 ) -> torch.Tensor:
-    """Take steps of dx = (v - w s) dt + sqrt(2 w) dW backwards in time, where s is the score.
+    """Solve dx = (v - w s) dt + sqrt(2 w) dW backwards in time, where s is the score.
 
     Args:
-        coefficient: w(t), times `norm`; all give the same marginals. DEVIATION: [SiT] multiplies the cosine
-            of `decreasing` by its norm, which agrees at norm=1.
-        last_step: from the last level to the data: `mean`, a step without noise; `denoised`, the output of
-            the denoiser: Tweedie's formula, and also an Euler step of the flow.
+        coefficient: w(t), multiplied by `norm`; all choices give the same marginals. DEVIATION: [SiT]
+            multiplies the cosine of `decreasing` by its norm, which agrees at norm=1.
+        last_step: step from the last level to the data. `mean`: without noise; `denoised`: the denoiser's
+            output, which is Tweedie's formula and also an Euler step of the flow.
         The other arguments are documented in `ode_sampler`; the network runs num_steps times.
     """
     check_choice("sampler.coefficient", coefficient, tuple(COEFFICIENTS))
@@ -56,7 +56,7 @@ def sde_sampler(
     levels = times(path, num_steps)
     if coefficient == "sbdm" and path.alpha(levels[0]) == 0:
         raise ValueError(
-            f"sampler.coefficient=sbdm is infinite at t={levels[0]:g}: sampler.times.t_max must be lower"
+            f"sampler.coefficient=sbdm is infinite at t={levels[0]:g}: sampler.times.t_max must be below"
         )
 
     x = noise.to(torch.float64) * path.sigma(levels[0])

@@ -1,6 +1,6 @@
-"""Times at which a solver evaluates: times(path, num_steps) -> levels (num_steps,), descending and above 0.
+"""Times of the steps of a solver: times(path, num_steps) -> levels (num_steps,), descending and above 0.
 
-The step from the last level ends at the data: it returns the output of the denoiser.
+The step from the last level ends at the data: it returns the denoiser's output.
 """
 
 import math
@@ -16,7 +16,7 @@ MAX_STEPS = 100_000  # 8 MB of levels
 
 
 def check_num_steps(num_steps: int) -> None:
-    """Raise a ValueError for no steps, or for more steps than memory can hold."""
+    """Raise a ValueError unless the number of steps is in [1, MAX_STEPS]."""
     if not 1 <= num_steps <= MAX_STEPS:
         raise ValueError(f"sampler.num_steps={num_steps} must be in [1, {MAX_STEPS}]")
 
@@ -24,14 +24,14 @@ def check_num_steps(num_steps: int) -> None:
 def rho_times(
     path: Path, num_steps: int, /, *, sigma_min: float = 0.002, sigma_max: float = 80, rho: float = 7
 ) -> torch.Tensor:
-    """Noise levels, sigma / alpha, denser towards the data. [EDM] eq. 5"""
+    """Return times whose noise levels sigma / alpha are denser towards the data. [EDM] eq. 5"""
     _check_range(sigma_min, sigma_max)
     check_positive("sampler.times.rho", rho)
     return path.time_at(rho_levels(num_steps, sigma_min, sigma_max, rho))
 
 
 def rho_levels(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -> torch.Tensor:
-    """Noise levels (num_steps,) from sigma_max to sigma_min, in float64. [EDM] eq. 5"""
+    """Return noise levels (num_steps,) from sigma_max to sigma_min, in float64. [EDM] eq. 5"""
     # sigma_i = (sigma_max^(1/rho) + i/(n-1) (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho
     first, last = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
     return (first + _ramp(num_steps) * (last - first)) ** rho
@@ -40,17 +40,17 @@ def rho_levels(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -
 def uniform_times(
     path: Path, num_steps: int, /, *, t_min: float = 0, t_max: float | None = None, shift: float = 1
 ) -> torch.Tensor:
-    """Times at equal distances, from the end of the path.
+    """Return equally spaced times, from the end of the path.
 
     Args:
-        t_min: the last time; 0: one distance from the data.
-        t_max: the first time; None: the end of the path.
+        t_min: last time; 0: one spacing before the data.
+        t_max: first time; None: the end of the path.
         shift: s > 1 moves the times towards noise, u -> s u / (1 + (s - 1) u) with u = t / t_max. [SD3]
     """
     t_max = path.t_max if t_max is None else t_max
     check_positive("sampler.times.shift", shift)
     if not 0 < t_max <= path.t_max:
-        raise ValueError(f"sampler.times.t_max={t_max} must be in (0, {path.t_max}], which ends the path")
+        raise ValueError(f"sampler.times.t_max={t_max} must be in (0, {path.t_max}], the range of the path")
     if not 0 <= t_min < t_max:
         raise ValueError(f"sampler.times.t_min={t_min} must be in [0, {t_max})")
     if t_min:
@@ -62,17 +62,17 @@ def uniform_times(
 
 
 def respaced_times(path: Path, num_steps: int, /) -> torch.Tensor:
-    """Whole steps of DDPM's path, the first and the last among them, as [IDDPM] skips steps.
+    """Return evenly strided steps of DDPM's path, including the first and the last. [IDDPM]
 
     DEVIATION: a single step is the last one, at pure noise; [IDDPM]'s rule gives the first.
     """
     if not isinstance(path, DDPMPath):
         raise ValueError(
-            "sampler/times=respaced must be on the path of DDPM, which has whole steps (diffusion=ddpm)"
+            "sampler/times=respaced needs the path of DDPM: diffusion=ddpm and sampler.solve_on=null"
         )
     if not 1 <= num_steps <= path.t_max:
         raise ValueError(
-            f"sampler.num_steps={num_steps} must be in [1, {path.t_max:g}], the steps of the path"
+            f"sampler.num_steps={num_steps} must be in [1, {path.t_max:g}], the number of steps of the path"
         )
     if num_steps == 1:
         return torch.tensor([path.t_max], dtype=torch.float64)
@@ -83,7 +83,7 @@ def respaced_times(path: Path, num_steps: int, /) -> torch.Tensor:
 
 
 def vp_times(path: Path, num_steps: int, /, *, epsilon_s: float = 1e-3) -> torch.Tensor:
-    """Equal distances in the time of the variance-preserving SDE, [EDM] Table 1, column VP."""
+    """Return equally spaced times of the variance-preserving SDE, [EDM] Table 1, column VP."""
     if not 0 < epsilon_s < 1:
         raise ValueError(f"sampler.times.epsilon_s={epsilon_s} must be in (0, 1)")
     vp, t = VPPath(), torch.linspace(1, epsilon_s, num_steps, dtype=torch.float64)
@@ -93,7 +93,7 @@ def vp_times(path: Path, num_steps: int, /, *, epsilon_s: float = 1e-3) -> torch
 def ve_times(
     path: Path, num_steps: int, /, *, sigma_min: float = 0.02, sigma_max: float = 100
 ) -> torch.Tensor:
-    """Noise levels in geometric progression, [EDM] Table 1, column VE."""
+    """Return times whose noise levels form a geometric progression, [EDM] Table 1, column VE."""
     _check_range(sigma_min, sigma_max)
     return path.time_at(sigma_max * (sigma_min / sigma_max) ** _ramp(num_steps))
 
@@ -101,7 +101,7 @@ def ve_times(
 def iddpm_times(
     path: Path, num_steps: int, /, *, M: int = 1000, j_0: int = 8, C_1: float = 0.001, C_2: float = 0.008
 ) -> torch.Tensor:
-    """Levels of the cosine schedule, [EDM] Table 1, column iDDPM."""
+    """Return levels of the cosine schedule, [EDM] Table 1, column iDDPM."""
     for key, value in (("M", M), ("C_1", C_1)):
         check_positive(f"sampler.times.{key}", value)
     check_not_negative("sampler.times.C_2", C_2)

@@ -39,7 +39,7 @@ def test_input_target_and_output_have_unit_variance():
 
 
 def test_the_denoiser_mixes_its_input_with_the_output_of_the_network():
-    """[EDM] eq. 7, each sample at a noise level of its own."""
+    """[EDM] eq. 7, with a different noise level for each sample."""
     net, (x, logs, labels) = small_dit().eval(), small_batch()
     sigma, std = logs.exp(), (logs.exp() ** 2 + 0.7**2).sqrt()
     s, r = sigma.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)
@@ -50,7 +50,7 @@ def test_the_denoiser_mixes_its_input_with_the_output_of_the_network():
 
 
 @pytest.mark.parametrize("sigma_data", [0.5, 1.3])
-def test_loss_weight_gives_every_noise_level_the_same_say(sigma_data):
+def test_the_loss_weight_makes_all_noise_levels_count_equally(sigma_data):
     """A network that outputs zero has expected loss 1 at each noise level: the weight is 1 / c_out^2."""
     x = sigma_data * torch.randn(200_000, 1, 1, 1, generator=torch.Generator().manual_seed(0))
 
@@ -91,7 +91,7 @@ def test_masked_loss_weights_each_position_and_stays_a_mean_over_all():
     assert not loss(one.mT, wrong_at_one).any()
 
 
-def test_routing_reaches_the_network_and_given_times_are_taken():
+def test_routing_reaches_the_network_and_given_times_are_used():
     seen = []
     precond = EDMPrecond(Raw(lambda x, c_noise: seen.append(c_noise) or torch.zeros_like(x)))
     routing, t = Routing(0.25), torch.tensor([0.1, 3.0])
@@ -111,9 +111,9 @@ def test_a_variance_in_the_output_is_left_out_of_the_denoised_image():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("routes", [[PAPER], [Route(0.8, 1, 2), Route(0.8, 3, 4)]], ids=["one", "two"])
 def test_the_loss_of_kept_tokens_is_over_pixels_that_every_route_kept(routes, masked, weight):
-    """Two routes at 0.8 keep 4 of 16 tokens each, and in some samples none in common: these have no loss.
+    """Two routes at 0.8 keep 4 of 16 tokens each. Samples where they keep none in common have no loss.
 
-    The error of the others, if it counts, is |D_x - c_in x|^2; masks weight both.
+    The reconstruction error of the other tokens is |D_x - c_in x|^2. Masks weight both errors.
     """
     net, (x, _, labels) = small_dit(routes, class_dropout_prob=0.0).train(), small_batch(32)
     precond, drawn, seen, router = EDMPrecond(net), [], [], net.router
@@ -141,7 +141,7 @@ def test_the_loss_of_kept_tokens_is_over_pixels_that_every_route_kept(routes, ma
     torch.testing.assert_close(losses, expected)
 
 
-def test_a_dense_evaluation_of_the_loss_of_kept_tokens_is_that_of_all():
+def test_a_dense_evaluation_of_the_loss_of_kept_tokens_is_the_full_loss():
     net, (x, _, labels) = small_dit([PAPER]).eval(), small_batch()
     losses = [
         loss(EDMPrecond(net), x, labels, generator=torch.Generator().manual_seed(0))

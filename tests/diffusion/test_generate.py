@@ -14,7 +14,7 @@ TWO_STEPS = partial(edm_sampler, num_steps=2)
 
 
 def drawn(batch_size, guidance, **sampler):
-    """Ten latents, in batches."""
+    """Draw ten latents in batches."""
     sampler, latents = partial(edm_sampler, num_steps=4, **sampler), []
     for seeds in torch.arange(10).split(batch_size):
         options = {"seeds": seeds.tolist(), "class_labels": seeds, "device": CPU}
@@ -23,7 +23,7 @@ def drawn(batch_size, guidance, **sampler):
 
 
 def images(num_samples, sampler=TWO_STEPS, guidance_scale=1.0, classes=range(10), **options):
-    """Images and labels of a model in batches of 3."""
+    """Draw images and labels in batches of 3."""
     decode = lambda x: x.permute(0, 2, 3, 1).numpy()  # noqa: E731
     model = ImageModel(PRECOND, sampler, CFG(guidance_scale), decode, CPU, classes)
     drawn = Drawing(model, DrawOptions(num_samples, 3, **options))
@@ -69,10 +69,10 @@ def test_a_model_neither_routes_nor_drops_labels():
 
 
 def test_a_model_guides_away_from_the_null_class():
-    def look_once(denoise, noise, path, *, randn_like):
+    def evaluate_once(denoise, noise, path, *, randn_like):
         return denoise(noise, torch.tensor(0.5))
 
-    drawn, classes = images(2, look_once, guidance_scale=3.0, first_seed=5)
+    drawn, classes = images(2, evaluate_once, guidance_scale=3.0, first_seed=5)
     noise = torch.stack([torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(s)) for s in (5, 6)])
     with torch.no_grad():
         conditional, unconditional = (
@@ -94,7 +94,7 @@ def test_random_labels_depend_on_their_seed_alone():
     assert classes.tolist() == many[5:8].tolist()
 
 
-def test_labels_are_those_that_were_asked_for():
+def test_labels_follow_the_request():
     assert labels(8, labels="random") == random_labels(range(8), 10).tolist()
     assert labels(12) == [*range(10), 0, 1]
     assert labels(3, class_label=4) == [4, 4, 4]

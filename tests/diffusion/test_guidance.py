@@ -105,14 +105,14 @@ def test_scale_one_is_conditional_at_the_cost_of_one(guidance):
     "guidance", [CFG(2.0), SparseGuidance(2.0), PathDropGuidance(2.0)], ids=lambda g: type(g).__name__
 )
 def test_every_backbone_is_guided_and_an_image_is_the_same_alone(options, guidance):
-    """With a prefix; guidance makes another image."""
+    """Networks have a prefix. Guidance changes the image."""
     precond = EDMPrecond(small_dit([PAPER], num_prefix_tokens=2, **options)).eval()
     noise = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
     def sample(guidance, ids):
         draws = [torch.Generator().manual_seed(i) for i in ids]
-        own = lambda num: torch.stack([torch.rand(num, generator=draw) for draw in draws])  # noqa: E731
-        return edm_sampler(guidance(Branch(precond, LABELS[ids], rand=own)), noise[ids], num_steps=3)
+        rand = lambda num: torch.stack([torch.rand(num, generator=draw) for draw in draws])  # noqa: E731
+        return edm_sampler(guidance(Branch(precond, LABELS[ids], rand=rand)), noise[ids], num_steps=3)
 
     guided = sample(guidance, range(4))
     assert guided.isfinite().all()
@@ -142,20 +142,20 @@ def test_outside_its_interval_of_noise_levels_guidance_is_off(make_precond, leve
 )
 def test_a_schedule_rises_from_noise_to_data(schedule, scales):
     guidance, levels = CFG(3.0, schedule=schedule), torch.tensor([1e9, 3, 1, 1e-9], dtype=torch.float64)
-    found = [guidance.scale(PRECOND.path, level) for level in levels]
-    assert found == pytest.approx(scales, abs=1e-4)
+    values = [guidance.scale(PRECOND.path, level) for level in levels]
+    assert values == pytest.approx(scales, abs=1e-4)
 
 
 @pytest.mark.parametrize("share_masks", [False, True])
 @pytest.mark.parametrize("masks", ["fresh", "fixed"])
 def test_masks_are_fresh_or_fixed_shared_or_not(masks, share_masks):
     guidance = SparseGuidance(2.0, strong_ratio=0.25, masks=masks, share_masks=share_masks)
-    generator, branches, found = torch.Generator().manual_seed(0), guidance.branches, []
-    guidance.branches = lambda *args: found.append(branches(*args)) or found[-1]
+    generator, branches, pairs = torch.Generator().manual_seed(0), guidance.branches, []
+    guidance.branches = lambda *args: pairs.append(branches(*args)) or pairs[-1]
     denoise = guidance(strong(rand=lambda num: torch.rand(len(LABELS), num, generator=generator)))
     denoise(X, T)
     denoise(X, T)
-    (strong_1, weak_1), (strong_2, weak_2) = ([b.routing.noise[0] for b in pair] for pair in found)
+    (strong_1, weak_1), (strong_2, weak_2) = ([b.routing.noise[0] for b in pair] for pair in pairs)
     assert torch.equal(strong_1, strong_2) == torch.equal(weak_1, weak_2) == (masks == "fixed")
     assert torch.equal(strong_1, weak_1) == share_masks
 
@@ -168,7 +168,7 @@ def test_path_drop_guidance_skips_the_window_and_needs_no_classes():
 
 
 def test_a_ratio_that_keeps_all_tokens_is_dense():
-    """Both branches keep them all: one forward, of one with a routing and one without before."""
+    """Both branches keep all tokens and share one forward."""
     guidance = SparseGuidance(2.0, strong_ratio=0.01, weak_ratio=0)
     torch.testing.assert_close(guidance(strong(rand=rand))(X, T), D(LABELS))
 
@@ -176,11 +176,11 @@ def test_a_ratio_that_keeps_all_tokens_is_dense():
 def test_scheduled_ratios_take_few_values():
     guidance = SparseGuidance(2.0, strong_ratio=0.6, weak_ratio=0.6, ratio_schedule="cosine", num_levels=4)
     times = torch.linspace(1, 0, 101, dtype=torch.float64)  # t = 1 - share of the data, on this path
-    found = [guidance.ratios(FlowPath(), t) for t in times]
-    assert found[0] == (0, 0.6) and found[-1] == (0.6, 0)
-    assert len(set(found)) == 4
-    assert sorted(found) == found  # the strong ratio rises
-    assert all(sum(pair) == pytest.approx(0.6) for pair in found)
+    ratios = [guidance.ratios(FlowPath(), t) for t in times]
+    assert ratios[0] == (0, 0.6) and ratios[-1] == (0.6, 0)
+    assert len(set(ratios)) == 4
+    assert sorted(ratios) == ratios  # the strong ratio rises
+    assert all(sum(pair) == pytest.approx(0.6) for pair in ratios)
 
 
 def test_branches_of_one_network_and_length_share_a_forward():
@@ -208,10 +208,10 @@ def test_the_cost_of_an_image_counts_every_forward():
         options = {"seeds": range(4), "class_labels": LABELS[:1].expand(4), "device": torch.device("cpu")}
         with mock.patch.object(NET, "forward", counted):
             generate(PRECOND, sampler, guidance, **options, times=taken)
-        found = cost_of_evaluations(count_evaluations(PRECOND, guidance, taken))
-        assert sum(images) == 4 * found["network_evaluations"]
+        evaluated = cost_of_evaluations(count_evaluations(PRECOND, guidance, taken))
+        assert sum(images) == 4 * evaluated["network_evaluations"]
         assert taken == expected_times(PRECOND, sampler)
-        return found
+        return evaluated
 
     forward = NET.forward
     T, dense = NET.num_tokens, NET.flops([NET.num_tokens]).forward
@@ -219,14 +219,14 @@ def test_the_cost_of_an_image_counts_every_forward():
     assert cost(CFG(2.0)) == {"network_evaluations": 10, "flops": 10 * dense}
     half = NET.flops([T - T // 2]).forward
     assert cost(SparseGuidance(2.0)) == {"network_evaluations": 10, "flops": 5 * dense + 5 * half}
-    # Away from the interval one forward is enough: of sigma = 80, 2.5, 0.002 one level is in it, twice.
+    # Outside of the interval one forward is enough. Of sigma = 80, 2.5, 0.002 one level is inside, twice.
     assert cost(CFG(2.0, guidance_interval=[1.0, 10.0]))["network_evaluations"] == 7
 
 
 @pytest.mark.parametrize(
-    "make, told",
+    "make, message",
     [
-        (lambda: CFG(2.0, guidance_interval=[2.0, 1.0]), "guidance.guidance_interval=.* low and high"),
+        (lambda: CFG(2.0, guidance_interval=[2.0, 1.0]), "guidance_interval=.* must be two noise levels"),
         (lambda: CFG(2.0, schedule="up"), "guidance.schedule=up"),
         (lambda: CFG(2.0, num_channels=0), "guidance.num_channels=0"),
         (lambda: AutoGuidance(weak_checkpoint="5"), "guidance.weak_checkpoint=5 needs guidance.weak_run"),
@@ -235,10 +235,10 @@ def test_the_cost_of_an_image_counts_every_forward():
         (lambda: SparseGuidance(2.0)(Branch(DENSE, LABELS)), "needs a network with routes"),
         (lambda: PathDropGuidance(2.0)(Branch(DENSE, LABELS)), "path_drop needs a network with routes"),
         (lambda: CFG(2.0)(Branch(UNCONDITIONAL, None)), "=2.0 must be 1 for an unconditional network"),
-        # At times and masks that are not its own.
-        (lambda: weaker_by(FlowPrecond(NET))(strong()), "its path, latents and num_classes are .FlowPath"),
+        # Weak networks of another path, or with other routes.
+        (lambda: weaker_by(FlowPrecond(NET))(strong()), "its path, latent shape and num_classes .FlowPath"),
         (lambda: weaker_by(DENSE, SparseGuidance(2.0, weak_run="w"))(strong()), "run=w: it has 0 routes"),
-        (lambda: AutoGuidance(2.0)(strong()), "guidance.weak_run or, to sample a run, guidance.weak_checkp"),
+        (lambda: AutoGuidance(2.0)(strong()), "guidance=auto needs guidance.weak_run or, with run=NAME, g"),
         (lambda: SparseGuidance(2.0, masks="fixed")(strong()), "need Branch"),
         *((make, "for a network whose null class was not trained") for make in (
             lambda: CFG(2.0)(UNTRAINED),
@@ -249,18 +249,18 @@ def test_the_cost_of_an_image_counts_every_forward():
         )),
     ],
 )  # fmt: skip
-def test_what_guidance_cannot_do_is_said(make, told):
-    with pytest.raises(ValueError, match=told):
+def test_unsupported_guidance_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize(
     "guidance", [CFG(1.0), PathDropGuidance(1.0), SparseGuidance(2.0)], ids=lambda g: type(g).__name__
 )
-def test_what_needs_no_null_class_does_not_ask_for_one(guidance):
-    if not isinstance(guidance, SparseGuidance):  # at scale 1 an unconditional network will do
+def test_guidance_without_the_null_class_does_not_need_one(guidance):
+    if not isinstance(guidance, SparseGuidance):  # scale 1 also works for an unconditional network
         assert guidance(Branch(UNCONDITIONAL, None))(X, T).isfinite().all()
     assert guidance(replace(UNTRAINED, rand=rand))(X, T).isfinite().all()
-    # The weak network alone is asked without a class.
+    # Only the weak network is evaluated without a class.
     trained = weaker_by(PRECOND)(replace(UNTRAINED, rand=rand))
     assert trained(X, T).isfinite().all()

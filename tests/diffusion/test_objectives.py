@@ -28,7 +28,7 @@ from diffusion.ddpm import variational_bound
 from diffusion.samplers.ode import velocity
 
 PATHS = {"edm": EDMPath(), "flow": FlowPath(), "ddpm": DDPMPath(), "vp": VPPath(), "ve": VEPath()}
-MEAN, STD = 0.3, 0.5  # of the data of these tests: one Gaussian
+MEAN, STD = 0.3, 0.5  # the data of these tests: one Gaussian
 
 
 class Field(torch.nn.Module):
@@ -96,7 +96,7 @@ def test_a_path_agrees_with_its_derivatives_and_its_inverse(name):
     torch.testing.assert_close(path.time_at(path.sigma(t) / path.alpha(t)), t, rtol=1e-9, atol=1e-9)
 
 
-def test_the_schedule_of_ddpm_is_that_of_the_paper():
+def test_the_schedule_of_ddpm_is_as_in_the_paper():
     products = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
     t = torch.arange(1, 1001, dtype=torch.float64)
     torch.testing.assert_close(DDPMPath().alpha(t) ** 2, products)
@@ -111,7 +111,7 @@ def test_a_field_written_for_each_objective_gives_the_same_samples():
         def denoise(x, t):
             return precond(x, t, None)
 
-        # On whole steps: a network of DDPM knows the time no better.
+        # On whole steps, because a DDPM network rounds the time.
         denoise = on_path(denoise, precond.path, steps)
         return ode_sampler(denoise, noise, steps, num_steps=50, times=respaced_times, solver="euler")
 
@@ -132,7 +132,7 @@ def test_a_network_that_knows_the_data_has_no_loss(name):
     assert wrong.min() > 0.5
 
 
-def test_the_loss_of_data_prediction_is_that_of_its_velocity():
+def test_the_loss_of_data_prediction_is_the_error_of_its_velocity():
     x, t = torch.randn(8, 1, 4, 4), torch.linspace(0.06, 0.9, 8)
     off = X0Precond(Field(lambda x_t, t: x + 0.1))
     torch.testing.assert_close(X0Loss()(off, x, None, t=t), (0.1 / t) ** 2, check_dtype=False)
@@ -140,7 +140,7 @@ def test_the_loss_of_data_prediction_is_that_of_its_velocity():
 
 
 @pytest.mark.parametrize("from_noise", [False, True])
-def test_the_angle_between_velocities_is_that_over_the_channels(from_noise):
+def test_the_angle_between_velocities_is_taken_over_the_channels(from_noise):
     x, t = torch.randn(3, 5, 2, 2), torch.full((3,), 0.4)
     v = torch.randn(3, 5, 2, 2)
     precond = FlowPrecond(Field(lambda x_t, t: -v if from_noise else v), from_noise=from_noise)
@@ -168,7 +168,7 @@ def test_the_angle_of_a_network_at_its_start_has_a_bounded_gradient():
         (FlowLoss(P_mean=-1.0, P_std=0.1), (0.2693, 0.0197)),
         (FlowLoss("uniform", shift=3.0), (0.6761, 0.2657)),
         (DDPMLoss(), (500.5, 1000 / math.sqrt(12))),
-        (EDMLoss(P_mean=-1.2, P_std=1.2), (-1.2, 1.2)),  # of the logarithm
+        (EDMLoss(P_mean=-1.2, P_std=1.2), (-1.2, 1.2)),  # moments of ln(sigma)
     ],
 )
 def test_times_are_drawn_from_their_distribution(loss, moments):
@@ -197,18 +197,18 @@ def test_other_targets_are_pushed_away_only_in_training(name):
     x_t = path.alpha(t_) * x + path.sigma(t_) * eps
     predicted = velocity(path, precond(x_t, t, None), x_t, t_)
     u = path.alpha_dot(t_) * x + path.sigma_dot(t_) * eps
-    to_own, to_other = ((predicted - each).square().mean(dim=(1, 2, 3)) for each in (u, u.roll(1, 0)))
-    factor = losses(0.0) / to_own  # of the velocity, in the weight of the objective
-    torch.testing.assert_close(losses(0.25), factor * (to_own - 0.25 * to_other), rtol=1e-5, atol=1e-5)
+    same, other = ((predicted - target).square().mean(dim=(1, 2, 3)) for target in (u, u.roll(1, 0)))
+    factor = losses(0.0) / same  # weight of the squared velocity error in this objective
+    torch.testing.assert_close(losses(0.25), factor * (same - 0.25 * other), rtol=1e-5, atol=1e-5)
     precond.eval()
-    torch.testing.assert_close(losses(0.25), factor * to_own)
+    torch.testing.assert_close(losses(0.25), factor * same)
     precond.train()
-    with pytest.raises(ValueError, match="contrastive_weight needs micro-batches of 2 samples or more"):
+    with pytest.raises(ValueError, match="needs micro-batches of at least 2 samples"):
         make_loss(contrastive_weight=0.25)(precond, x[:1], None)
 
 
-def test_the_bound_is_that_of_two_gaussians():
-    """KL(q || p) by torch.distributions, from the textbook form of the posterior."""
+def test_the_bound_is_the_divergence_of_two_gaussians():
+    """KL(q || p) is computed by torch.distributions, from the textbook form of the posterior."""
     path, x = DDPMPath(), torch.rand(4, 1, 3, 3, dtype=torch.float64) * 2 - 1
     D_x, x_t, v = (torch.rand(4, 1, 3, 3, dtype=torch.float64) * 2 - 1 for _ in range(3))
     t = torch.tensor([2.0, 10, 500, 1000], dtype=torch.float64).view(-1, 1, 1, 1)
@@ -242,11 +242,11 @@ def test_the_bound_of_the_first_step_is_the_mass_of_a_byte(x, v):
     above = cdf(x + one / 255) if x < 1 else one
     below = cdf(x - one / 255) if x > -1 else 0 * one
     exact = -(above - below).clamp(min=1e-12).log2()
-    near = exact < 30  # far from the edges it is zero in float64
+    near = exact < 30  # elsewhere the mass is 0 in float64
     torch.testing.assert_close(bound[near], exact[near], rtol=1e-5, atol=1e-6)
 
 
-def test_the_bound_moves_the_variance_alone():
+def test_the_bound_trains_only_the_variance():
     output = torch.randn(4, 2, 4, 4, requires_grad=True)
     precond, x = DDPMPrecond(Field(lambda x_t, i: output)), torch.rand(4, 1, 4, 4)
     t, generator = torch.tensor([1.0, 2, 40, 900]), torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Samplers on data whose best denoiser is known: what they draw has the moments of the data."""
+"""Samplers on data whose optimal denoiser is known: samples have the moments of the data."""
 
 import math
 from functools import partial
@@ -31,7 +31,7 @@ POINTS = [torch.tensor(v, dtype=torch.float64) for v in ([0.5, 0.5], [-1.0, 1.0]
 
 
 def mixture(path, weights=WEIGHTS, means=MEANS, stds=STDS):
-    """E[x_0 | x_t] of two Gaussians, exact."""
+    """Return the exact denoiser E[x_0 | x_t] of two Gaussians."""
 
     def denoise(x, t, *, with_variance=False):
         alpha, sigma = path.alpha(t), path.sigma(t)
@@ -102,17 +102,17 @@ def test_any_sampler_draws_a_mixture_from_a_network_of_any_path(name, path):
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_any_sampler_draws_two_points(name, path):
-    """Data at -1 and 1: nothing is left between them."""
+    """The data are -1 and 1: no sample lies between them."""
     x = drawn(name, path, 1000, *POINTS)
     assert x.abs().mean().item() == pytest.approx(1, abs=0.01)
-    assert x.abs().std() < (0.12 if name == "sde, as configured" else 0.06)  # "mean": noise of its last level
+    assert x.abs().std() < (0.12 if name == "sde, as configured" else 0.06)  # "mean" leaves some noise
     assert (x > 0).double().mean().item() == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("solver, order", [("euler", 1), ("heun", 2)])
 def test_solvers_have_their_order(path, solver, order):
-    """Of a Gaussian the flow is known: x_t / std(x_t) stays what it is."""
+    """The flow of a Gaussian is known: x_t / std(x_t) is constant."""
     noise = torch.tensor([[[[1.0]]]], dtype=torch.float64)
     denoise = mixture(path, *torch.tensor([[1.0], [0.0], [0.5]], dtype=torch.float64))
     t_max = 0.9 * path.t_max
@@ -121,11 +121,11 @@ def test_solvers_have_their_order(path, solver, order):
     def flow(num_steps):
         seen = []
 
-        def denoise_and_keep(x, t):
+        def record(x, t):
             seen.append((x, t))
             return denoise(x, t)
 
-        ode_sampler(denoise_and_keep, noise, path, num_steps=num_steps, solver=solver, **start)
+        ode_sampler(record, noise, path, num_steps=num_steps, solver=solver, **start)
         return seen[-1]
 
     def std(t):
@@ -141,7 +141,7 @@ def test_solvers_have_their_order(path, solver, order):
 
 @pytest.mark.parametrize(("S_churn", "gamma"), [(1, 1 / 4), (40, math.sqrt(2) - 1)])
 def test_churn_raises_the_noise_of_the_levels_in_its_range(S_churn, gamma):
-    """With rho 2 and a denoiser that returns 0, x is proportional to sigma but for the added ones."""
+    """With rho 2 and a denoiser that returns 0, x is proportional to sigma, except for the added noise."""
     seen = []
 
     def denoise(x, sigma):
@@ -162,7 +162,7 @@ def test_churn_raises_the_noise_of_the_levels_in_its_range(S_churn, gamma):
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 18])
-def test_the_evaluations_of_edm_go_from_the_first_level_to_the_data(num_steps):
+def test_edm_evaluates_from_the_first_level_down_to_the_data(num_steps):
     sigmas, denoised = [], []
 
     def denoise(x, sigma):
@@ -172,7 +172,7 @@ def test_the_evaluations_of_edm_go_from_the_first_level_to_the_data(num_steps):
         return denoised[-1]
 
     x = edm_sampler(denoise, torch.randn(2, 1, 1, 1), num_steps=num_steps)
-    torch.testing.assert_close(x, denoised[-1])  # the step to sigma 0 goes all the way
+    torch.testing.assert_close(x, denoised[-1])  # the step to sigma 0 ends at D_x
     assert len(sigmas) == 2 * num_steps - 1
     assert sigmas[0] == pytest.approx(80)
     assert min(sigmas) == pytest.approx(0.002 if num_steps > 1 else 80)
@@ -180,7 +180,7 @@ def test_the_evaluations_of_edm_go_from_the_first_level_to_the_data(num_steps):
 
 @pytest.mark.parametrize("path", [EDMPath(), FlowPath()], ids=["edm", "flow"])
 @pytest.mark.parametrize("S_churn", [0, 20])
-def test_edm_is_a_case_of_the_general_sampler(path, S_churn):
+def test_edm_is_a_special_case_of_the_general_sampler(path, S_churn):
     noise = torch.randn(8, 1, 2, 2)
 
     def draw(sampler):
@@ -192,16 +192,16 @@ def test_edm_is_a_case_of_the_general_sampler(path, S_churn):
     torch.testing.assert_close(draw(general), draw(edm_sampler), rtol=1e-9, atol=1e-9)
 
 
-def test_a_sampler_asks_as_often_as_it_says():
+def test_samplers_evaluate_the_network_as_often_as_documented():
     euler, small = partial(ode_sampler, solver="euler"), partial(ddpm_sampler, variance="small")
     for sampler, count in ((euler, 7), (ode_sampler, 13), (sde_sampler, 7), (small, 7)):
-        asked = []
-        sampler(lambda x, t: asked.append(t) or 0 * x, torch.zeros(1, 1, 1, 1), FlowPath(), num_steps=7)  # noqa: B023
-        assert len(asked) == count
+        times = []
+        sampler(lambda x, t: times.append(t) or 0 * x, torch.zeros(1, 1, 1, 1), FlowPath(), num_steps=7)  # noqa: B023
+        assert len(times) == count
 
 
-def test_respaced_steps_are_those_of_iddpm():
-    """Indices that begin at 0, each a stride of 999 / (n - 1) after the last, rounded half to even."""
+def test_respaced_steps_are_as_in_iddpm():
+    """Indices start at 0 and advance by 999 / (n - 1), rounded half to even."""
     for num_steps in range(2, 1001):
         index, kept = 0.0, []
         for _ in range(num_steps):
@@ -213,7 +213,7 @@ def test_respaced_steps_are_those_of_iddpm():
         respaced_times(DDPMPath(), 1001)
 
 
-def test_levels_are_those_of_table_1():
+def test_levels_are_as_in_table_1_of_edm():
     edm = EDMPath()
     t = 1 + torch.arange(18, dtype=torch.float64) / 17 * (1e-3 - 1)
     vp = (torch.exp(19.9 / 2 * t**2 + 0.1 * t) - 1).sqrt()
