@@ -1,4 +1,4 @@
-"""Backbones: networks that predict, and what they cost."""
+"""Backbones: the networks, their blocks and their FLOPs."""
 
 from models.backbone import Backbone, Flops
 from models.cost import Cost, cost_of

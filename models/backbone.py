@@ -11,10 +11,10 @@ from routing import Route, Routing
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of the matrix products of one image; a multiplication and an addition are two.
+    """FLOPs of the matrix products for one image; a multiplication and an addition count as two.
 
     Args:
-        training: forward and backward of one step.
+        training: forward and backward pass of one step.
         fp32_training: the part of `training` that runs outside autocast.
     """
 
@@ -24,15 +24,15 @@ class Flops:
 
 
 class Backbone(nn.Module):
-    """A network F_x. Shapes: N samples, C channels, T tokens of the image.
+    """Base class of networks F_x. Shapes: N samples, C channels, T tokens of the image.
 
     Args:
         latent_shape: (C, H, W) of the input.
-        num_classes: the label `num_classes` is the null class; 0: unconditional, labels are None.
-        class_dropout_prob: probability of training on the null class; 0: it is not trained.
+        num_classes: number of classes; label `num_classes` is the null class. 0: unconditional.
+        class_dropout_prob: probability of the null class in training; 0: the null class is not trained.
         num_tokens: T.
-        routes: in the order of the layers; () for none.
-        blocks: compiled one by one.
+        routes: routes in layer order; (): none.
+        blocks: modules that are compiled one by one.
     """
 
     latent_shape: tuple[int, int, int]
@@ -55,5 +55,5 @@ class Backbone(nn.Module):
         raise NotImplementedError
 
     def flops(self, num_kept: Sequence[int]) -> Flops:
-        """Cost of an image if each route keeps `num_kept` tokens; 0: its window is skipped."""
+        """Return the cost of an image if route i keeps num_kept[i] tokens; 0: its window is skipped."""
         raise NotImplementedError

@@ -1,10 +1,10 @@
 """Blocks of the diffusion transformer and its final layer.
 
-Kinds of blocks differ in the mixer of the tokens, the norm and the MLP; modulation and residuals are always
-those of [DiT]. The mixer is called `attn`, as in public checkpoints.
+Blocks differ in token mixer, norm and MLP. Modulation and residuals are as in [DiT] in all of them. The mixer
+is called `attn`, as in public checkpoints.
 
-Shapes: N samples, L tokens in the sequence (all of them, or those that a route kept), D channels of a token,
-d channels of a head. The conditioning c is (N, 1, D), or (N, L, D) where each token has its own.
+Shapes: N samples, L tokens in the sequence (all tokens, or a route's kept tokens), D channels of a token,
+d channels of a head. The conditioning c is (N, 1, D), or (N, L, D) if it differs from token to token.
 """
 
 import math
@@ -25,12 +25,12 @@ class DiTBlock(nn.Module):
     """Transformer block with adaptive layer norm (adaLN). [DiT]
 
     Args:
-        attention: its backend, see `models.layers.Attention`.
-        num_tokens: T of the image.
+        attention: attention backend, see `models.layers.Attention`.
+        num_tokens: number of tokens of the image.
     """
 
-    has_position_table = True  # added to the tokens
-    # positions(head_size, grid_size, num_prefix_tokens) -> (L, ...) for `attn`; they travel with the tokens.
+    has_position_table = True  # the network adds a table to the tokens
+    # positions(head_size, grid_size, num_prefix_tokens) -> (L, ...) for `attn`, gathered like the tokens.
     positions: Callable[[int, int, int], torch.Tensor] | None = None
     norm = final_norm = staticmethod(partial(nn.LayerNorm, elementwise_affine=False, eps=1e-6))
 
@@ -46,14 +46,14 @@ class DiTBlock(nn.Module):
     def forward(
         self, x: torch.Tensor, c: torch.Tensor, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x (N, L, D), c (N, 1 or L, D), positions (1 or N, L, ...) -> (N, L, D)."""
+        """Return x (N, L, D) after the block, for c (N, 1 or L, D) and positions (1 or N, L, ...)."""
         modulation = self.adaLN_modulation(c).chunk(6, dim=-1)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation
         x = x + gate_msa * self.attn(modulate(self.norm1(x), shift_msa, scale_msa), positions)
         return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
 
     def flops(self, length: int) -> int:
-        """FLOPs of the matrix products of one sample."""
+        """Return the FLOPs of the matrix products for one sample."""
         mlp = length * linear_flops(self.mlp)
         return self.attn.flops(length) + mlp + linear_flops(self.adaLN_modulation)
 
@@ -65,7 +65,7 @@ class DiTBlock(nn.Module):
 
 
 class SprintBlock(DiTBlock):
-    """The same block with QK-norm, and with rotary positions in place of the position table. [SPRINT]"""
+    """DiT block with QK-norm, and rotary positions instead of the position table. [SPRINT]"""
 
     has_position_table = False
     positions = staticmethod(rotary_table)
@@ -75,17 +75,17 @@ class SprintBlock(DiTBlock):
 
 
 class ModernBlock(SprintBlock):
-    """The block of SPRINT with RMSNorm and SwiGLU; the final layer keeps its LayerNorm."""
+    """SPRINT block with RMSNorm and SwiGLU; the final layer keeps its LayerNorm."""
 
     norm = staticmethod(partial(nn.RMSNorm, elementwise_affine=False, eps=1e-6))
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
-        # Two thirds of the width, in eights: the gate is a third matrix, so the parameters stay the same.
+        # Two thirds of the width, in multiples of 8: with three matrices the parameters stay about equal.
         return SwiGLU(hidden_size, 8 * math.ceil(hidden_size * mlp_ratio * 2 / 3 / 8))
 
 
 class LightningBlock(DiTBlock):
-    """The block with RMSNorm with learned scales, a packed SwiGLU, and rotary positions besides the table.
+    """DiT block with RMSNorm with learned scales, packed SwiGLU, and rotary positions besides the table.
     [LightningDiT]
     """
 
@@ -97,7 +97,7 @@ class LightningBlock(DiTBlock):
 
 
 class MambaBlock(DiTBlock):
-    """The same block with a scan of a state space in place of attention."""
+    """DiT block with a state-space scan instead of attention."""
 
     positions = staticmethod(column_ranks)
 
@@ -106,7 +106,7 @@ class MambaBlock(DiTBlock):
 
 
 class RWKVBlock(DiTBlock):
-    """The same block with the mixers of RWKV in place of attention and MLP."""
+    """DiT block with the mixers of RWKV instead of attention and MLP."""
 
     def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> Mixer:
         return SpatialMix(hidden_size, num_heads, num_tokens)
@@ -125,6 +125,6 @@ class FinalLayer(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
 
     def forward(self, x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-        """x (N, L, D), c (N, 1 or L, D) -> (N, L, patch_size ** 2 * out_channels)."""
+        """Return (N, L, patch_size ** 2 * out_channels) for x (N, L, D) and c (N, 1 or L, D)."""
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=-1)
         return self.linear(modulate(self.norm_final(x), shift, scale))

@@ -18,11 +18,11 @@ class Cost:
 
     Args:
         fp32_training_flops: the part of a routed step that runs outside autocast.
-        fp32_slowdown: time of a product there over its time under autocast.
-        predicted_speedup: dense over routed cost of a training step; products in fp32 count fp32_slowdown
-            times.
-        ceiling: speed-up of a training step if only one token, or only the tokens that a mask forces to stay,
-            entered the windows: the limit for any ratio.
+        fp32_slowdown: time of a matrix product outside autocast over its time under autocast.
+        predicted_speedup: dense over routed cost of a training step. Products outside autocast count
+            fp32_slowdown times.
+        ceiling: upper limit of the speed-up for any ratio: only one token, or only the tokens that a mask
+            forces to stay, enter the windows.
     """
 
     num_parameters: int
@@ -45,14 +45,14 @@ def cost_of(
     """Compute the cost of an image.
 
     Args:
-        ratios: ratio of each route; None: the routes' own.
-        mask_coverage: fraction of an image's tokens that a mask forces to stay, in [0, 1]; the windows grow.
-        fp32_slowdown: time of a product outside autocast over its time under it; 1 without autocast.
+        ratios: selection ratio of each route; None: each route's `selection_ratio`.
+        mask_coverage: fraction of an image's tokens that a mask forces to stay, in [0, 1].
+        fp32_slowdown: time of a matrix product outside autocast over its time under it; 1 without autocast.
     """
     T = net.num_tokens
     num_forced = math.ceil(mask_coverage * T)
-    own = [route.selection_ratio for route in net.routes] if ratios is None else ratios
-    kept = [num_tokens_kept(T, grow_ratio(ratio, T, num_forced)) for ratio in own]
+    ratios = [route.selection_ratio for route in net.routes] if ratios is None else ratios
+    kept = [num_tokens_kept(T, grow_ratio(ratio, T, num_forced)) for ratio in ratios]
     dense, routed = net.flops([T] * len(kept)), net.flops(kept)
     least = net.flops([max(1, num_forced)] * len(kept))
 

@@ -1,8 +1,8 @@
 """Diffusion transformer [DiT] whose tokens may bypass windows of blocks while it trains [TREAD].
 
-Module names are those of the public DiT, SiT and TREAD checkpoints, which load by name. What differs on
-purpose: the network never routes in `eval()` mode unless asked to, and the label table always has a row for
-the null class.
+Module names are as in the public DiT, SiT and TREAD checkpoints, which load by name. Two things differ on
+purpose: in `eval()` mode the network routes only if it is given a `routing`, and the label table always has a
+row for the null class.
 
 Shapes: N samples, C channels, H = W = input_size, T tokens of the image, P prefix tokens, L = P + T, K tokens
 kept by a route, D channels of a token.
@@ -33,7 +33,7 @@ from routing import (
 )
 from runtime.errors import check_choice, check_not_negative, check_positive
 
-MAX_DEPTH = 1000  # a configuration from elsewhere must not take all memory
+MAX_DEPTH = 1000  # so that a configuration from outside cannot take all memory
 
 
 class DiT(Backbone):
@@ -41,26 +41,26 @@ class DiT(Backbone):
 
     Args:
         input_size: height and width of the latent.
-        num_classes: number of classes; 0 builds an unconditional network.
-        class_dropout_prob: probability of training on the null class.
-        learn_sigma: 2C channels of output, as public DiT and SiT checkpoints have.
-        init: `adaln_zero` starts every block as the identity and the output at zero [DiT]; `xavier` is the
-            initialisation of the public TREAD code, which overwrites those zeros.
+        num_classes: number of classes; 0: an unconditional network.
+        class_dropout_prob: probability that training replaces a label by the null class.
+        learn_sigma: output 2C channels, as public DiT and SiT checkpoints do.
+        init: `adaln_zero`: every block starts as the identity and the output at zero [DiT]; `xavier`: the
+            initialisation of the public TREAD code, which overwrites these zeros.
         block: class of the blocks, see `models/blocks.py`.
-        attention: backend of the attention; `auto` chooses by device and precision, see
+        attention: attention backend; `auto` chooses by device and precision, see
             `models.layers.Attention`.
-        num_prefix_tokens: learned tokens before those of the image; they take part in attention and never
-            bypass.
-        routes: windows of blocks that a part of the tokens bypasses; none gives a plain DiT.
+        num_prefix_tokens: number of learned tokens before the image tokens; they take part in attention and
+            never bypass.
+        routes: windows of blocks that some of the tokens bypass; (): a plain DiT.
         router: selects the kept tokens, see `routing/routers`.
         rejoin: rejoin(pos_embed) builds the module that puts the tokens back, see `models/rejoin`.
-        removal: false keeps the bypassing tokens as context in the window, and puts their earlier state back
-            at its end (an ablation: the step is not cheaper).
+        removal: False: bypassing tokens stay in the window as context, and get their earlier state back at
+            its end (an ablation: the step is not cheaper).
         fp32_after_route: run the block after each route outside autocast, as the public TREAD code does.
         gradient_checkpointing: recompute each block in the backward pass: less memory, one more forward.
 
     Raises:
-        ValueError: sizes that do not divide, an unknown choice, or an invalid route.
+        ValueError: if sizes do not divide, a choice is unknown, or a route is invalid.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class DiT(Backbone):
         for route in self.routes:
             ratio = route.selection_ratio
             if ratio and num_tokens_kept(self.num_tokens, ratio) == self.num_tokens:
-                raise ValueError(f"selection_ratio={ratio} lets none of {self.num_tokens} tokens bypass")
+                raise ValueError(f"selection_ratio={ratio} is too small for {self.num_tokens} tokens")
         self.t_embedder = TimestepEmbedder(hidden_size)
         self.y_embedder = LabelEmbedder(num_classes, hidden_size) if num_classes else None
         prefix = torch.empty(1, num_prefix_tokens, hidden_size)
@@ -172,11 +172,11 @@ class DiT(Backbone):
 
         Args:
             x: (N, C, H, W) scaled noisy latents.
-            c_noise: noise conditioning, (N,), or (N, L) where each token of the sequence has its own.
-            class_labels: (N,) int64 in [0, num_classes], where num_classes is the null class; None exactly
-                for an unconditional network.
-            routing: None: the routes' own ratios in `train()` mode, dense in `eval()` mode.
-            generator: draws class dropout, then for each route its tokens and the draws of its rejoin.
+            c_noise: noise conditioning, (N,), or (N, L) if it differs from token to token.
+            class_labels: (N,) int64 in [0, num_classes], where num_classes is the null class; None if and
+                only if the network is unconditional.
+            routing: None: each route's `selection_ratio` in `train()` mode, dense in `eval()` mode.
+            generator: used for class dropout, then for each route's tokens and the draws of its rejoin.
         """
         routing = Routing() if routing is None else routing
         ratios = routing.ratios(self.routes, active=self.training)
@@ -186,7 +186,7 @@ class DiT(Backbone):
         x = self._embed(x)  # (N, L, D)
         c = self._condition(c_noise, class_labels, generator)  # (N, 1 or L, D)
         table = self.positions  # (1, L, ...) or None
-        arguments = by_token = (c, table)  # what each block is given beside x
+        arguments = dense_arguments = (c, table)  # what a block takes besides x
         i, end_idx, ids_keep, original, skipping, after_route = 0, None, None, None, False, False
         for idx, block in enumerate(self.blocks):
             if idx in starts:
@@ -208,7 +208,7 @@ class DiT(Backbone):
                 if ids_keep is not None and not self.removal:
                     x = start_route(x, ids_keep)  # (N, P + K, D)
                 x = self.rejoins[i](None if skipping else x, ids_keep, original, generator)  # (N, L, D)
-                arguments, skipping = by_token, False
+                arguments, skipping = dense_arguments, False
         x = self.final_layer(x[:, P:], c[:, P:] if c.shape[1] > 1 else c)  # (N, T, p * p * out_channels)
         return self._unpatchify(x)  # (N, C or 2C, H, W)
 
@@ -224,15 +224,15 @@ class DiT(Backbone):
         first = 2 * T * self.x_embedder.proj.weight.numel() + linear_flops(self.t_embedder.mlp[0])
         last = T * linear_flops(self.final_layer.linear) + linear_flops(self.final_layer.adaLN_modulation)
         forward = first + linear_flops(self.t_embedder.mlp[2]) + sum(blocks) + rejoins + last
-        # Backward: a forward each for the gradients of input and weight; the first layers need the latter.
+        # Backward: the gradients of input and weight cost a forward each; the first layers need no input's.
         training = 3 * forward - first + (sum(blocks) if self.gradient_checkpointing else 0)
         after = [r.end_layer_idx + 1 for r, kept in zip(self.routes, num_kept, strict=True) if kept < T]
         fp32 = sum(blocks[idx] for idx in after if idx < len(blocks)) if self.fp32_after_route else 0
         return Flops(forward, training, (4 if self.gradient_checkpointing else 3) * fp32)
 
     def _embed(self, x: torch.Tensor) -> torch.Tensor:
-        # fp32: autocast must not make the residual stream bf16. Contiguous: the patches come transposed, and
-        # every dense block would be slower for it.
+        # fp32: autocast must not make the residual stream bf16. Contiguous: the patches are a transposed view
+        # that would slow down every dense block.
         x = self.x_embedder(x).to(self.x_embedder.proj.weight.dtype).contiguous()
         if self.pos_embed is not None:
             x = x + self.pos_embed  # (N, T, D)
@@ -244,9 +244,8 @@ class DiT(Backbone):
         self, c_noise: torch.Tensor, class_labels: torch.Tensor | None, generator: torch.Generator | None
     ) -> torch.Tensor:
         if (class_labels is None) != (self.y_embedder is None):
-            raise ValueError(
-                f"class_labels must be None exactly when model.num_classes={self.num_classes} is 0"
-            )
+            rule = "None" if self.y_embedder is None else "given"
+            raise ValueError(f"class_labels must be {rule} for model.num_classes={self.num_classes}")
         c = self.t_embedder(c_noise)  # (N, D) or (N, L, D)
         c = c.unsqueeze(1) if c.dim() == 2 else c  # (N, 1 or L, D)
         if self.y_embedder is None or class_labels is None:
@@ -258,11 +257,11 @@ class DiT(Backbone):
     def _run(
         self, block: nn.Module, x: torch.Tensor, c: torch.Tensor, positions: torch.Tensor | None, fp32: bool
     ) -> torch.Tensor:
-        # PARITY: the public TREAD code runs the block after each route with autocast off, without a reason.
+        # PARITY: the public TREAD code turns autocast off in the block after each route and gives no reason.
         with torch.autocast(x.device.type, enabled=False) if fp32 else nullcontext():
             arguments = (x.float(), c.float(), positions) if fp32 else (x, c, positions)
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                # Nothing in a block is random: its tokens were drawn before.
+                # Blocks draw no random numbers: the kept tokens are already selected.
                 return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             return block(*arguments)
 

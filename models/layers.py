@@ -17,9 +17,9 @@ def modulate(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch
 
 
 def resolve_attention(backend: str, device_type: str, dtype: torch.dtype) -> str:
-    """Resolve `auto`: the fused kernel, except for bf16 on a CPU.
+    """Resolve `auto`: `sdpa`, the fused kernel, except for bf16 on a CPU.
 
-    There its backward pass is slower than plain matrix products at every length from 64 to 4096
+    There the kernel's backward pass is slower than plain matrix products at every length from 64 to 4096
     (benchmarks/LOG.md).
     """
     if backend != "auto":
@@ -28,7 +28,7 @@ def resolve_attention(backend: str, device_type: str, dtype: torch.dtype) -> str
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-    """softmax(q k^T / sqrt(d)) v for q, k, v (N, H, L, d); see `Attention` for the backends."""
+    """Return softmax(q k^T / sqrt(d)) v for q, k, v (N, H, L, d); see `Attention` for the backends."""
     if resolve_attention(backend, v.device.type, v.dtype) == "sdpa":
         return F.scaled_dot_product_attention(q, k, v)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (N, H, L, L)
@@ -36,7 +36,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str = 
 
 
 class GELU(nn.Module):
-    """GELU of [DiT], with tanh."""
+    """GELU in the tanh approximation, as in [DiT]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.device.type == "cpu" and torch.compiler.is_compiling():
@@ -49,8 +49,8 @@ class Attention(nn.Module):
     """Multi-head self-attention.
 
     Args:
-        attention: `sdpa` is torch's fused kernel, `explicit` two matrix products with a softmax in fp32
-            between them; `auto` chooses by device and precision, see `resolve_attention`.
+        attention: `sdpa`: torch's fused kernel; `explicit`: two matrix products with a softmax in fp32
+            between them; `auto`: chosen by device and precision, see `resolve_attention`.
         qk_norm: RMSNorm of queries and keys, with a learned scale for each channel of a head.
     """
 
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None) -> torch.Tensor:
-        """x (N, L, D), rope (1 or N, L, 2d): sines and cosines of each token's own position -> (N, L, D)."""
+        """Attend over x (N, L, D); rope (1 or N, L, 2d): sines and cosines of each token's position."""
         N, L, D = x.shape
         qkv = self.qkv(x).reshape(N, L, 3, self.num_heads, D // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (N, H, L, d) each
@@ -75,13 +75,13 @@ class Attention(nn.Module):
         return self.proj(x)
 
     def flops(self, length: int) -> int:
-        """FLOPs of the matrix products of one sample."""
-        # q k^T and the product with v, 2 L^2 D each.
+        """Return the FLOPs of the matrix products for one sample."""
+        # q k^T and the product with v take 2 L^2 D each.
         return length * linear_flops(self) + 4 * length**2 * self.proj.in_features
 
 
 class TimestepEmbedder(nn.Module):
-    """Embed the noise level c_noise: sines and cosines of 256 frequencies, then a small network."""
+    """Embed the noise level c_noise: 256 sines and cosines, then an MLP."""
 
     def __init__(self, hidden_size: int, frequency_embedding_size: int = 256):
         super().__init__()
@@ -118,7 +118,7 @@ def drop_labels(
 
 
 def sincos_position_table(hidden_size: int, grid_size: int) -> torch.Tensor:
-    """Position table (T, hidden_size) of [DiT]: columns in the first half of the channels."""
+    """Return the position table (T, hidden_size) of [DiT]; the first half of the channels encodes columns."""
     if hidden_size % 4:
         raise ValueError(f"model.hidden_size={hidden_size} must be a multiple of 4 for the position table")
     quarter = hidden_size // 4
@@ -130,7 +130,7 @@ def sincos_position_table(hidden_size: int, grid_size: int) -> torch.Tensor:
 
 
 def rotary_table(head_size: int, grid_size: int, num_prefix_tokens: int) -> torch.Tensor:
-    """Sines and cosines (L, 2 * head_size) of rotary positions; the prefix is not rotated."""
+    """Return sines and cosines (L, 2 * head_size) of rotary positions; the prefix is not rotated."""
     if head_size % 4:
         key = f"model.hidden_size / model.num_heads={head_size}"
         raise ValueError(f"{key} must be a multiple of 4 for rotary positions")
@@ -141,12 +141,12 @@ def rotary_table(head_size: int, grid_size: int, num_prefix_tokens: int) -> torc
 
 
 def linear_flops(module: nn.Module) -> int:
-    """FLOPs of all linear layers for one token: two for each weight."""
+    """Return the FLOPs of all linear layers for one token: two per weight."""
     return sum(2 * layer.weight.numel() for layer in module.modules() if isinstance(layer, nn.Linear))
 
 
 def token_mask(mask: torch.Tensor, patch_size: int, area: float = 0.0) -> torch.Tensor:
-    """Tokens (N, T) bool whose patch a mask (N, H, W) covers by more than the fraction `area`."""
+    """Return (N, T) bool: True if `mask` (N, H, W) covers more than the fraction `area` of the patch."""
     N, H, W = mask.shape
     patches = (mask > 0).view(N, H // patch_size, patch_size, W // patch_size, patch_size)
     return (patches.sum(dim=(2, 4)) > area * patch_size**2).flatten(1)  # (N, T)

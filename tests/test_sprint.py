@@ -21,7 +21,7 @@ def saved(state, file, prefix=""):
     return file
 
 
-def latents_of(folder, shape):
+def latent_folder(folder, shape):
     manifest = LatentManifest(2, shape, "float32", "samples", CLASSES, "OWNER/NAME", scale=1.0)
     folder.mkdir()
     (folder / "manifest.json").write_text(json.dumps(asdict(manifest)))
@@ -39,18 +39,18 @@ def inputs(side, num_samples=3):
     [("model_1.safetensors", "", 32), ("a.safetensors", "_orig_mod.", 8), ("a.pt", "module.", 8)],
 )
 def test_a_file_gives_the_outputs_of_its_network(name, prefix, side, tmp_path):
-    """Dense, with a sparse middle, and without one, as path-drop guidance asks for it."""
+    """Dense, with a sparse middle, and without one as in path-drop guidance."""
     net = public(PublicSprint)
-    state = net.state_dict() | {"projectors.0.weight": torch.zeros(3, 3)}  # of its run with REPA
-    latents = None if side == 32 else latents_of(tmp_path / "latents", (CHANNELS, side, side))
+    state = net.state_dict() | {"projectors.0.weight": torch.zeros(3, 3)}  # as in its run with REPA
+    latents = None if side == 32 else latent_folder(tmp_path / "latents", (CHANNELS, side, side))
     opened = open_weights_file(saved(state, tmp_path / name, prefix), "flow", latents=latents)
-    own, kept, (x, t, y) = opened.precond.net, [], inputs(side)
-    assert own.latent_shape == (CHANNELS, side, side) and opened.experiment.method == "sprint"
-    grid = own.router
-    own.router = lambda *args, **kwargs: kept.append(grid(*args, **kwargs)) or kept[-1]
+    ours, kept, (x, t, y) = opened.precond.net, [], inputs(side)
+    assert ours.latent_shape == (CHANNELS, side, side) and opened.experiment.method == "sprint"
+    grid = ours.router
+    ours.router = lambda *args, **kwargs: kept.append(grid(*args, **kwargs)) or kept[-1]
     with torch.no_grad():
         for ratio in (0, 0.75, 1):
-            output = own(x, t, y, routing=Routing(ratio))
+            output = ours(x, t, y, routing=Routing(ratio))
             ids = {0: None, 0.75: kept[0] if kept else None, 1: torch.empty(3, 0, dtype=torch.long)}[ratio]
             torch.testing.assert_close(output, net(x, t, y, ids), rtol=1e-4, atol=1e-5)
         denoised = x - 0.6 * net(x, torch.full((3,), 0.6), y)  # x_t = (1 - t) x_0 + t eps, v = eps - x_0
@@ -100,12 +100,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_as_in_the_public_network_is_refused(case, tmp_path):
-    change, told = REFUSED[case]
+def test_a_file_that_differs_from_the_public_network_is_refused(case, tmp_path):
+    change, message = REFUSED[case]
     state = public(PublicSprint).state_dict()
     change(state)
     file = saved(state, tmp_path / "file.safetensors")
-    with pytest.raises(ValueError, match=told) as refused:
+    with pytest.raises(ValueError, match=message) as refused:
         open_weights_file(file, "flow")
     assert str(refused.value).startswith(str(file)) and "\n" not in str(refused.value)
 

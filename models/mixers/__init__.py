@@ -1,10 +1,10 @@
-"""Token mixers in place of attention: one file for each.
+"""Token mixers that replace attention, one file each.
 
     mixer(hidden_size, num_heads, ...) -> module
     module(x, positions) -> x       x (N, L, D) in ascending order of the tokens
     module.flops(length)
 
-The sequence of a routed window has gaps: the scan goes over the kept tokens as if they were neighbours.
+In a routed window the sequence has gaps. The scan treats consecutive kept tokens as neighbours.
 """
 
 from models.mixers.rwkv import ChannelMix, SpatialMix

@@ -1,4 +1,4 @@
-"""Bypassed tokens rejoin as they were before the window. [TREAD]"""
+"""Bypassed tokens rejoin unchanged. [TREAD]"""
 
 import torch
 import torch.nn as nn
@@ -7,7 +7,7 @@ from routing import end_route
 
 
 class Bypass(nn.Module):
-    """Nothing is learned, and nothing changes if no token bypasses."""
+    """Put the processed tokens back among the bypassed ones, without parameters."""
 
     def __init__(self, pos_embed: torch.Tensor, /):
         super().__init__()

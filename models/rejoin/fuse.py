@@ -1,4 +1,4 @@
-"""The output of a window, padded with a mask token, is fused with the sequence before it. [SPRINT]
+"""A window's output, padded with a mask token, is fused with the sequence before the window. [SPRINT]
 
 As in the public code, the mask token is drawn from N(0, 0.02^2) when the network is built, never trained, and
 saved with the weights.
@@ -14,8 +14,8 @@ class Fuse(nn.Module):
     """Concatenate the sequences before and after the window, and project.
 
     Args:
-        path_drop_prob: probability that a sample loses the window in training, so that the network can be
-            evaluated without it (`guidance=path_drop`).
+        path_drop_prob: probability that the window's output is dropped for a sample in training, so that the
+            network can be evaluated without the window (`guidance=path_drop`).
     """
 
     def __init__(self, pos_embed: torch.Tensor, /, path_drop_prob: float = 0.1):

@@ -1,6 +1,6 @@
 """Bypassed tokens are replaced by a learned mask token at their positions, as in masked training. [MaskDiT]
 
-In MaskDiT the blocks after the window are a decoder with another width; here they are blocks like the others.
+In MaskDiT the blocks after the window are a decoder of another width; here they are like the other blocks.
 """
 
 import torch
@@ -10,7 +10,7 @@ from routing import end_route
 
 
 class Mask(nn.Module):
-    """Pad the sparse output of a window."""
+    """Pad the output of a window with a learned mask token."""
 
     def __init__(self, pos_embed: torch.Tensor, /):
         super().__init__()
@@ -25,7 +25,7 @@ class Mask(nn.Module):
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         if routed is not None and ids_keep is None:
-            # The token takes part in every training step: other processes wait for its gradient.
+            # Other processes wait for the mask token's gradient in every training step.
             return routed + 0 * self.mask_token if self.training else routed
         padding = (self.pos_embed + self.mask_token).to(original.dtype).expand_as(original)  # (N, L, D)
         return padding if routed is None or ids_keep is None else end_route(routed, ids_keep, padding)

@@ -28,7 +28,7 @@ VARIANTS = [
 
 
 def counted(net, ratios, backward):
-    """FLOPs that torch counts for two images, divided by two."""
+    """Return the FLOPs that torch counts for two images, divided by two."""
     batch = small_batch(2, num_classes=net.num_classes)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         output = net(*batch, routing=Routing(ratios))
@@ -61,7 +61,7 @@ def test_flops_are_those_that_torch_counts(variant, routes):
     [("s", 33, 6.05, 4.20), ("b", 130, 23.0, 16.1), ("l", 458, 80.7, 48.2), ("xl", 675, 118.6, 69.1)],
 )
 def test_known_costs_at_256_tokens(size, millions, dense, routed):
-    """And the parameters of the DiT paper, which counts the position table and learns a variance."""
+    """Parameters are counted as in the DiT paper, with the position table and a learned variance."""
     with torch.device("meta"):
         net = DiT(32, 2, 4, *SIZES[size], routes=[PAPER])
     cost = cost_of(net)
@@ -97,7 +97,7 @@ def test_the_block_outside_autocast_counts_at_its_own_rate(size, none, tf32, fp3
 
 @pytest.mark.parametrize(("fp32", "checkpointing"), [(False, False), (True, False), (True, True)])
 def test_the_cost_model_knows_the_blocks_outside_autocast(fp32, checkpointing):
-    """Also right before the next window, at the length of that; none after the last block."""
+    """A block right before the next window has that window's length; none follows the last block."""
     routes = [Route(0.5, 1, 2), Route(0.25, 3, 4), Route(0.5, 6, -1)]
     net = small_dit(routes, fp32_after_route=fp32, gradient_checkpointing=checkpointing).train()
     dtypes, lengths = [], []

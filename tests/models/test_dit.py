@@ -23,15 +23,15 @@ def test_names_and_shapes_are_those_of_public_checkpoints():
 
 
 def test_position_table_is_the_public_one():
-    # One entry worked out by hand: row 1, column 2 of a 4x4 grid, 8 channels: columns first, sines before
-    # cosines.
+    # One entry computed by hand, row 1 and column 2 of a 4x4 grid with 8 channels. Columns come before rows,
+    # sines before cosines.
     table = sincos_position_table(8, 4)
     angles = torch.tensor([1.0, 0.01])
     expected = torch.cat([(2 * angles).sin(), (2 * angles).cos(), angles.sin(), angles.cos()])
     torch.testing.assert_close(table[1 * 4 + 2], expected)
 
 
-def test_noise_levels_are_embedded_as_public_checkpoints_need_it():
+def test_noise_levels_are_embedded_as_in_public_checkpoints():
     """Cosines, then sines, of c_noise / 10000^(i / 128), i = 0 ... 127."""
     embedder, c_noise, seen = TimestepEmbedder(32), torch.tensor([0.3, -1.5, 20.0]), []
     embedder.mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -41,7 +41,7 @@ def test_noise_levels_are_embedded_as_public_checkpoints_need_it():
 
 
 def test_norms_add_a_millionth_to_the_variance():
-    """Which counts where tokens are small."""
+    """The tokens are small, so that it matters."""
     net, x = small_dit(), 1e-3 * torch.randn(2, 16, 32)
     expected = (x - x.mean(dim=-1, keepdim=True)) / (x.var(dim=-1, keepdim=True, correction=0) + 1e-6).sqrt()
     for norm in (net.blocks[0].norm1, net.blocks[0].norm2, net.final_layer.norm_final):
@@ -51,14 +51,14 @@ def test_norms_add_a_millionth_to_the_variance():
 @pytest.mark.parametrize(
     ("block", "mlp_ratio", "width"), [("dit", 4, 128), ("dit", 3, 96), ("modern", 4, 88), ("modern", 3, 64)]
 )
-def test_the_perceptron_is_as_wide_as_asked(block, mlp_ratio, width):
-    """With a gate, two thirds: 32 * 4 * 2 / 3 is 85.3, in eights 88."""
+def test_mlp_ratio_sets_the_width_of_the_mlp(block, mlp_ratio, width):
+    """A gated MLP has two thirds of the width: 32 * 4 * 2 / 3 is 85.3, rounded up to 88, a multiple of 8."""
     assert small_dit(block=block, mlp_ratio=mlp_ratio).blocks[0].mlp.fc2.in_features == width
 
 
 @pytest.mark.parametrize("init", ["adaln_zero", "xavier"])
 def test_weights_start_as_published(init):
-    """Linear layers by Xavier, the patch projection too, embeddings of 0.02; all else is zero."""
+    """Linear layers and the patch projection: Xavier; embeddings: std 0.02; everything else: zero."""
     D, fans = 64, {"x_embedder.proj": (12, 64)}
     for i in range(2):
         fans |= {f"blocks.{i}.attn.qkv": (D, 3 * D), f"blocks.{i}.attn.proj": (D, D)}
@@ -70,8 +70,8 @@ def test_weights_start_as_published(init):
     embeddings = ("t_embedder.mlp.0.weight", "t_embedder.mlp.2.weight")
     embeddings += ("y_embedder.embedding_table.weight", "prefix")
     net = DiT(8, 2, 3, D, 2, 4, num_classes=100, num_prefix_tokens=9, init=init)
-    found = {name: parameter.std().item() for name, parameter in net.named_parameters() if parameter.any()}
-    assert found == pytest.approx(expected | dict.fromkeys(embeddings, 0.02), rel=0.1)
+    stds = {name: parameter.std().item() for name, parameter in net.named_parameters() if parameter.any()}
+    assert stds == pytest.approx(expected | dict.fromkeys(embeddings, 0.02), rel=0.1)
     assert net(*small_batch()).any() == (init == "xavier")  # the zeros of adaLN-Zero make the output zero
     x = torch.randn(2, 25, D)
     assert torch.equal(net.blocks[0](x, torch.randn(2, 1, D)), x) == (init == "adaln_zero")
@@ -80,7 +80,7 @@ def test_weights_start_as_published(init):
 @pytest.mark.parametrize(
     ("training", "prob", "share"), [(True, 0.3, 0.3), (True, 0.7, 0.7), (False, 0.7, 0.0)]
 )
-def test_labels_are_dropped_in_training_alone_and_as_often_as_asked(training, prob, share):
+def test_labels_are_dropped_only_in_training_with_the_given_probability(training, prob, share):
     net, seen = small_dit(class_dropout_prob=prob).train(training), []
     net.y_embedder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     _, c_noise, labels = small_batch(1000)
@@ -119,7 +119,7 @@ def test_window_is_inclusive_at_both_ends_and_only_in_training(
 
 
 def test_generator_draws_class_dropout_before_the_routes():
-    """Dense and routed twins drop the same labels, so that their comparison is one of routes alone."""
+    """Dense and routed twins drop the same labels, so that they differ in their routes alone."""
     seen = {}
     for name, net in (("dense", small_dit().train()), ("routed", small_dit([PAPER]).train())):
         net.y_embedder.register_forward_pre_hook(
@@ -141,7 +141,7 @@ def test_any_number_of_classes(num_classes):
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "explicit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_backends_agree(backend, dtype):
-    """Values and gradients, with the definition in fp64."""
+    """Values and gradients agree with the definition in fp64."""
     qkv = torch.randn(3, 2, 4, 16, 8, dtype=torch.float64, requires_grad=True)
     q, k, v = qkv.unbind(0)
     weight = torch.randn(2, 4, 16, 8)
@@ -154,7 +154,7 @@ def test_attention_backends_agree(backend, dtype):
     torch.testing.assert_close(*gradients[::-1], **tolerance)
 
 
-def test_attention_is_explicit_on_a_cpu_in_bf16_unless_told_otherwise():
+def test_attention_is_explicit_on_a_cpu_in_bf16_unless_a_backend_is_given():
     bf16, fp32 = torch.bfloat16, torch.float32
     requests = [("auto", "cpu", bf16), ("auto", "cpu", fp32), ("auto", "cuda", bf16), ("auto", "cuda", fp32)]
     requests += [("sdpa", "cpu", bf16), ("explicit", "cpu", bf16)]
@@ -178,7 +178,7 @@ def test_the_compiled_gelu_is_the_same_function():
     x = torch.linspace(-12, 12, 1001, requires_grad=True)
     reference, compiled = GELU()(x.double()), torch.compile(GELU(), dynamic=False)(x)
     torch.testing.assert_close(compiled.double(), reference, rtol=1e-5, atol=1e-6)
-    # Where 1 + tanh cancels all digits in fp32, the compiled form alone is exact.
+    # Where 1 + tanh loses all digits in fp32, only the compiled form is exact.
     far = (x > -6.5) & (x < -5)
     torch.testing.assert_close(compiled[far].double(), reference[far], rtol=1e-3, atol=0)
     torch.testing.assert_close(
@@ -192,8 +192,8 @@ def test_the_compiled_gelu_is_the_same_function():
         ({}, {"routing": Routing(0.5)}, r"selection_ratio=0.5 must be in \[0, 1\], for all .* each of 0"),
         ({}, {"routing": Routing([0.5])}, r"selection_ratio=\[0.5\] must be in .* each of 0"),
         ({"routes": [PAPER]}, {"routing": Routing(1.1)}, r"selection_ratio=1.1 must be in \[0, 1\]"),
-        ({"routes": [PAPER]}, {"class_labels": None}, "class_labels must be None exactly when"),
-        ({"num_classes": 0}, {}, "must be None exactly when"),
+        ({"routes": [PAPER]}, {"class_labels": None}, "class_labels must be given for model.num_classes=10"),
+        ({"num_classes": 0}, {}, "class_labels must be None for model.num_classes=0"),
     ],
 )
 def test_bad_forward_arguments_are_refused(options, changes, message):

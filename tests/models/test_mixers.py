@@ -1,4 +1,4 @@
-"""Mixers of tokens that are no attention: each against its recurrence, token by token, and what gaps do."""
+"""Mamba and RWKV mixers against their recurrences, token by token, with and without gaps."""
 
 import pytest
 import torch
@@ -30,11 +30,11 @@ def randomised(module):
     return module
 
 
-def recurrence(mixer, x, places, steps=None):
-    """One sample (L, D) whose tokens are at `places` of the grid, a head and a token at a time.
+def recurrence(mixer, x, indices, steps=None):
+    """Mix one sample (L, D), whose tokens have these indices in the grid, head by head and token by token.
 
     Args:
-        steps: in place of dt (H, L), and no convolution.
+        steps: (H, L) used instead of dt, without the convolution.
     """
     z, v, b, c, dt = mixer.in_proj(x).split(mixer.sizes, dim=-1)
     dt = F.softplus(dt + mixer.dt_bias).T if steps is None else steps  # (H, L)
@@ -42,7 +42,7 @@ def recurrence(mixer, x, places, steps=None):
     kernel = mixer.conv.unflatten(0, (H, -1))
     for head in range(H):
         key = DIRECTIONS[head % 4]
-        order = sorted(range(len(x)), key=lambda i: key(int(places[i]) // GRID, int(places[i]) % GRID))
+        order = sorted(range(len(x)), key=lambda i: key(int(indices[i]) // GRID, int(indices[i]) % GRID))
         h = torch.zeros(v.shape[-1], b.shape[-1])
         for rank, i in enumerate(order):
             before = [order[rank - j] if rank >= j else None for j in range(CONV_SIZE)]
@@ -56,12 +56,12 @@ def recurrence(mixer, x, places, steps=None):
 
 @pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
 def test_the_state_space_is_its_recurrence_along_rows_and_columns(kept):
-    """Of all tokens, and of those of each sample that a route kept, in their places of the grid."""
+    """For all tokens, and for the tokens that a route kept, at their positions in the grid."""
     mixer = randomised(StateSpace(D, H))
-    places = KEPT if kept else torch.arange(16).expand(2, -1)
-    x = torch.randn(2, places.shape[1], D)
-    positions = column_ranks(8, GRID, 0).expand(2, -1).gather(1, places)
-    expected = [recurrence(mixer, *sample) for sample in zip(x, places, strict=True)]
+    indices = KEPT if kept else torch.arange(16).expand(2, -1)
+    x = torch.randn(2, indices.shape[1], D)
+    positions = column_ranks(8, GRID, 0).expand(2, -1).gather(1, indices)
+    expected = [recurrence(mixer, *sample) for sample in zip(x, indices, strict=True)]
     torch.testing.assert_close(mixer(x, positions), torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
@@ -70,22 +70,22 @@ def test_the_prefix_comes_first_in_rows_and_columns():
     assert ranks.tolist() == [0, 1, 2, 5, 8, 3, 6, 9, 4, 7, 10]
 
 
-def test_a_scan_passes_a_gap_as_if_nothing_were_there(monkeypatch):
-    """The kept tokens see each other as in a dense scan whose other tokens take no time: nothing decays."""
+def test_a_scan_does_not_decay_over_a_gap(monkeypatch):
+    """The kept tokens see each other as in a dense scan in which the other tokens take no time."""
     mixer = randomised(StateSpace(D, H))
-    monkeypatch.setattr(mixer, "_convolved", lambda x: x)
-    x, places = torch.randn(16, D), KEPT[0]
+    monkeypatch.setattr(mixer, "_convolve", lambda x: x)
+    x, kept = torch.randn(16, D), KEPT[0]
     dt = F.softplus(mixer.in_proj(x)[:, -H:] + mixer.dt_bias).T
     only_kept = torch.zeros_like(dt)
-    only_kept[:, places] = dt[:, places]
+    only_kept[:, kept] = dt[:, kept]
     dense = recurrence(mixer, x, torch.arange(16), only_kept)
-    routed = mixer(x[places].unsqueeze(0), column_ranks(8, GRID, 0)[places].unsqueeze(0))
-    torch.testing.assert_close(routed[0], dense[places], atol=1e-5, rtol=1e-5)
-    assert not torch.allclose(routed[0], recurrence(mixer, x, torch.arange(16), dt)[places], atol=1e-3)
+    routed = mixer(x[kept].unsqueeze(0), column_ranks(8, GRID, 0)[kept].unsqueeze(0))
+    torch.testing.assert_close(routed[0], dense[kept], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(routed[0], recurrence(mixer, x, torch.arange(16), dt)[kept], atol=1e-3)
 
 
 def weighted_mean(mixer, k, v):
-    """One sample (L, D): a recurrence from each end, and the token itself."""
+    """Mix one sample (L, D) by a recurrence from each end, plus the token itself."""
     decay, total = torch.exp(-mixer.log_decay.exp() / mixer.num_tokens), 0
     sums = []
     for values in (v, torch.ones_like(v)):
@@ -139,7 +139,7 @@ def test_the_mixers_of_rwkv_by_hand():
 
 
 def test_steps_and_weights_are_fp32_under_autocast(monkeypatch):
-    """The sum of a step and its bias, and what the weighted mean is given."""
+    """The sum of step and bias, and the inputs of the weighted mean."""
     state_space, spatial, x, seen = StateSpace(D, H), SpatialMix(D, 4, 16), torch.randn(2, 16, D), []
     scan, weighted = state_space._scan, spatial._weighted_mean
     monkeypatch.setattr(state_space, "_scan", lambda x, dt, b, c: seen.append(dt) or scan(x, dt, b, c))
@@ -156,7 +156,7 @@ def test_steps_and_weights_are_fp32_under_autocast(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("block", ["modern", "lightning", "mamba", "rwkv"])
 def test_blocks_compile_whole_and_agree(block):
-    """Forwards and backwards, with as many tokens as a route keeps and with all."""
+    """Forward and backward pass, with the kept tokens of a route and with all tokens."""
     net = randomised(small_dit(block=block, num_prefix_tokens=2))
     compiled = torch.compile(net.blocks[0], fullgraph=True)
     for length in (10, 18):
@@ -164,7 +164,7 @@ def test_blocks_compile_whole_and_agree(block):
         positions = None if net.positions is None else net.positions[:, :length]
         weights, gradients = list(net.blocks[0].parameters()), []
         for run in (net.blocks[0], compiled):
-            found = torch.autograd.grad(run(x, c, positions).square().sum(), weights)
-            gradients.append(torch.cat([grad.flatten() for grad in found]))
+            grads = torch.autograd.grad(run(x, c, positions).square().sum(), weights)
+            gradients.append(torch.cat([grad.flatten() for grad in grads]))
         eager, graph = gradients
         assert (eager - graph).norm() < 1e-5 * eager.norm()

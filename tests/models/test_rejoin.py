@@ -1,4 +1,4 @@
-"""How tokens rejoin after a window, and networks that skip one."""
+"""Modules by which tokens rejoin after a window, and networks that skip windows."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from tests.networks import small_batch, small_dit
 SPARSE = Route(0.75, 2, -3)
 KEPT_PATH = partial(Fuse, path_drop_prob=0.0)
 REJOINS, IDS = [Bypass, KEPT_PATH, Mask], ["bypass", "fuse", "mask"]
-MASKED = Route(0.5, 0, -3)  # what it masks enters no block before the last two
+MASKED = Route(0.5, 0, -3)  # masked tokens enter only the last two blocks
 
 
 def fused_net(rejoin=KEPT_PATH, **arguments):
@@ -28,7 +28,7 @@ def test_the_mask_token_is_saved_and_only_the_one_of_mask_is_trained():
 
 @pytest.mark.parametrize("rejoin", REJOINS, ids=IDS)
 def test_a_ratio_of_zero_sends_all_tokens_through(rejoin):
-    """In `train()` mode as in `eval()` mode, bitwise."""
+    """`train()` and `eval()` mode agree bitwise."""
     net = fused_net(rejoin, class_dropout_prob=0.0)
     outputs = [net.train(mode)(*small_batch(), routing=Routing(0)) for mode in (True, False)]
     assert torch.equal(*outputs)
@@ -46,7 +46,7 @@ def test_a_ratio_of_one_skips_the_windows(rejoin, routes):
     inside = {idx for r in net.routes for idx in range(r.start_layer_idx, r.end_layer_idx + 1)}
     assert ran == [idx for idx in range(8) if idx not in inside]
     assert not torch.equal(output, net(*small_batch()))
-    with torch.no_grad():  # and nothing of them matters
+    with torch.no_grad():  # the skipped blocks do not matter
         for idx in inside:
             for parameter in net.blocks[idx].parameters():
                 parameter.fill_(torch.nan)
@@ -54,7 +54,7 @@ def test_a_ratio_of_one_skips_the_windows(rejoin, routes):
 
 
 def test_a_dropped_path_is_a_skipped_window():
-    """Each sample on its own, at the stated share, in training alone."""
+    """Samples drop their windows independently, with the given probability, only in training."""
     torch.manual_seed(1)
     fuse, original = Fuse(torch.zeros(1, 3, 4), path_drop_prob=0.25), torch.randn(4000, 3, 4)
     routed = torch.randn(4000, 3, 4)
@@ -79,20 +79,20 @@ def test_a_network_without_path_drop_draws_no_more_than_its_tokens():
 
 
 @pytest.mark.parametrize("rejoin", REJOINS, ids=IDS)
-def test_nothing_of_what_is_masked_is_seen(rejoin):
-    """Not even where its own place is predicted; a token that bypasses is."""
+def test_masked_tokens_do_not_change_the_output(rejoin):
+    """Not even at their own positions. Bypassing tokens do."""
     net = small_dit([MASKED], rejoin=rejoin, class_dropout_prob=0.0).train()
     x, c_noise, labels = small_batch()
     noise = torch.rand(4, 16)
     hidden = torch.zeros(4, 16, dtype=torch.bool).scatter(1, noise.argsort(dim=1)[:, 8:], True)
     patches = hidden.view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
     others = torch.where(patches, torch.randn_like(x), x)
-    outputs = [net(each, c_noise, labels, routing=Routing(noise=[noise])) for each in (x, others)]
+    outputs = [net(latents, c_noise, labels, routing=Routing(noise=[noise])) for latents in (x, others)]
     assert torch.equal(*outputs) == (rejoin is Mask)
 
 
 def test_the_mask_token_takes_part_in_a_dense_step():
-    """Processes that share gradients wait for one of each parameter."""
+    """Processes that average gradients wait for a gradient of each parameter."""
     net = small_dit([MASKED], rejoin=Mask).train()
     net(*small_batch(), routing=Routing(0)).sum().backward()
     assert (net.rejoins[0].mask_token.grad == 0).all()
