@@ -79,9 +79,11 @@ def test_samples_are_drawn_by_siblings_or_by_others_in_their_place(run, choices)
 def test_a_run_opens_in_three_lines_of_python(opened):
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "diffusion/README.md").read_text(), flags=re.S)
     assert example.count("runs/tread_tiny_digits_seed0") == 1
-    exec(example.replace("runs/tread_tiny_digits_seed0", str(opened.path)), found := {})
-    assert found["latents"].shape == (10, 1, 8, 8)
-    assert found["latents"].isfinite().all()
+    exec(example.replace("runs/tread_tiny_digits_seed0", str(opened.path)), names := {})
+    assert names["latents"].shape == (10, 1, 8, 8)
+    assert names["latents"].isfinite().all()
+    assert names["images"].shape == (10, 8, 8, 1)
+    assert (opened.path / "digits.png").is_file()
 
 
 def test_any_sampler_runs_a_network_of_any_path():
