@@ -205,6 +205,12 @@ def test_files_that_are_not_references_are_refused(tmp_path, arrays, message):
     assert "reference.npz" in str(error.value)
 
 
+def test_a_folder_of_latents_needs_another_suite(tmp_path):
+    (tmp_path / "latents.npy").touch()
+    with pytest.raises(ValueError, match=r"is a folder of latents, .*: use suite=digits, suite=glyphs or"):
+        open_reference(tmp_path, open_images)
+
+
 @pytest.mark.parametrize(("name", "method"), [("mu", zipfile.ZIP_LZMA), ("arr_0", zipfile.ZIP_BZIP2)])
 def test_a_reference_with_another_compression_than_numpys_is_refused(tmp_path, method, name):
     """Even if the compressed data is damaged."""
