@@ -1,4 +1,4 @@
-"""Scores of generated images: detectors, metrics of their features, references, suites, evaluators."""
+"""Scores of generated images: detectors, metrics, references, suites and evaluators."""
 
 from evaluation.adm import AdmSuite
 from evaluation.detectors.digits import DigitClassifier, PixelDetector

@@ -16,17 +16,17 @@ NUM_PUBLISHED_SAMPLES = 50_000
 
 
 def with_count(metric: str, num_samples: int) -> str:
-    """Name a metric with its sample count: fid50k, fid512."""
+    """Append the sample count to the name of a metric: fid50k, fid512."""
     return f"{metric}{num_samples // 1000}k" if num_samples % 1000 == 0 else f"{metric}{num_samples}"
 
 
 class AdmSuite(Suite):
-    """The scores that papers quote; see Suite.
+    """The ADM suite, which most papers quote; see Suite for the other arguments.
 
     Args:
         weights: file of the Inception network's weights.
-        precision_recall, kid: compute them, from the features of all images.
-        exact_distances: precision and recall with distances in fp32; the original's are fp16.
+        precision_recall, kid: also compute these scores, which need the features of all images.
+        exact_distances: compute the distances of precision and recall in fp32; the original uses fp16.
     """
 
     def __init__(
@@ -59,34 +59,34 @@ class AdmSuite(Suite):
         super().__init__(reference, detector=detector, metrics=metrics, **options)
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
-        """Raise a ValueError where images, called `name` in errors, cannot be scored."""
+        """Raise a ValueError if images cannot be scored; `name` stands for them in the message."""
         if len(shape) != 3 or shape[-1] != 3:
-            raise ValueError(f"{name}: images are {shape}, must be (H, W, 3), in colour")
+            raise ValueError(f"{name}: images are {shape}, must be (H, W, 3)")
         super().check(num_images, shape, name)
 
-    def named(self, key: str, num_images: int) -> str:
-        """The key of a score of so many images."""
+    def score_name(self, key: str, num_images: int) -> str:
+        """Return the name of a score, with its sample count."""
         name = with_count(key, num_images)
         return f"{name}_of_random_weights" if self.detector.record["checked"] == NOTHING_CHECKED else name
 
     def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:
-        """Notes on how far scores can be compared."""
+        """Return notes on how comparable the scores are."""
         warnings, weights, images = [], self.detector.record, self.reference.images
         if weights["checked"] == NOTHING_CHECKED:
             warnings.append(f"the weights {weights['path']} are random: these scores mean nothing")
         elif weights["checked"] != "sha256":
-            how = f"{weights['checked']} alone, not by a published hash"
+            how = f"{weights['checked']} only, not by a published hash"
             warnings.append(f"the weights {weights['path']} were checked by {how}")
         if num_images < NUM_PUBLISHED_SAMPLES:
             warnings.append(
-                f"published scores are of {NUM_PUBLISHED_SAMPLES:,} samples, these are of {num_images:,}: "
+                f"published scores use {NUM_PUBLISHED_SAMPLES:,} samples, these use {num_images:,}: "
                 "fewer samples give a larger FID and sFID, and a smaller inception score"
             )
         if num_images <= NUM_POOL_FEATURES:
             warnings.append(
-                f"{num_images:,} images are no more than the {NUM_POOL_FEATURES:,} features: the covariance "
-                "is singular, the distances depend on the sample count more than on the images"
+                f"{num_images:,} images for {NUM_POOL_FEATURES:,} features: the covariance is singular, and "
+                "the distances depend more on the sample count than on the images"
             )
         if images is not None and images.shape != shape:
-            warnings.append(f"samples are {shape}, reference images {images.shape}: sizes move the scores")
+            warnings.append(f"samples are {shape}, reference images {images.shape}: size changes the scores")
         return warnings

@@ -14,21 +14,21 @@ from evaluation.pictures import OVER_TIME, row_height, save_grid, save_over_time
 from evaluation.suite import Suite
 from runtime.launch import Launch
 
-NUM_LEVELS, NUM_DRAWS = 5, 65536  # of noise, as likely in training; draws that tell where they begin
+NUM_LEVELS, NUM_DRAWS = 5, 65536  # noise levels, equally likely in training; draws of t to find their limits
 
 
 class DenseLoss:
-    """Training loss on held-out entries with all tokens in all layers, over all noise levels and at a few.
+    """Training loss on held-out entries, with all tokens in all layers.
 
     Every run draws the same noise for the same entries, so that steps and runs can be compared.
 
     Args:
-        denoisers: key of the metric -> preconditioned network; `by_level` those of them that are also given
-            by noise level, as KEY/t=MEDIAN.
+        denoisers: key of the metric -> preconditioned network.
         loss_fn: the training loss.
-        batches: gives this rank's held-out batches: (index, latents, labels, loss masks or None), where the
-            index seeds the draws.
+        batches: yields this rank's held-out batches (index, latents, labels, loss masks or None); the index
+            seeds the draws.
         total: sums a tensor over all ranks.
+        by_level: keys whose loss is also returned for each noise level, as KEY/t=MEDIAN.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class DenseLoss:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of what it returns, without those by noise level."""
+        """Keys of the losses over all noise levels."""
         return list(self.denoisers)
 
     def describe(self) -> dict[str, Any]:
-        """What the numbers depend on."""
+        """Return the settings that the losses depend on."""
         return {"name": type(self).__name__, "keys": self.keys}
 
     @torch.no_grad()
     def __call__(self, step: int) -> dict[str, float]:
-        """Return each denoiser's mean loss; denoisers stay in eval mode, training steps set their own."""
+        """Return each denoiser's mean loss; leave the denoisers in eval mode."""
         means = {}
         for key, denoiser in self.denoisers.items():
             denoiser.eval()
-            # Of losses and of entries, over all noise levels and at each.
+            # Sum of losses and number of entries: first over all noise levels, then at each.
             sums = torch.zeros(1 + NUM_LEVELS, 2, dtype=torch.float64, device=self.device)
             # The blocks are compiled for the shapes of training; here they run eagerly.
             with torch.compiler.set_stance("force_eager"):
@@ -75,20 +75,20 @@ class DenseLoss:
                     level = torch.bucketize(t.double(), self.edges)
                     sums[1:, 0].index_add_(0, level, losses.double())
                     sums[1:, 1] += level.bincount(minlength=NUM_LEVELS)
-            of_all, *of_levels = self.total(sums).tolist()
-            means[key] = of_all[0] / of_all[1]
+            overall, *per_level = self.total(sums).tolist()
+            means[key] = overall[0] / overall[1]
             if key in self.by_level:
-                found = zip(self.medians, of_levels, strict=True)
-                means |= {f"{key}/t={t:.2g}": loss / count for t, (loss, count) in found if count}
+                levels = zip(self.medians, per_level, strict=True)
+                means |= {f"{key}/t={t:.2g}": loss / count for t, (loss, count) in levels if count}
         return means
 
 
 class ScoreSamples:
-    """Draw samples and score them by a suite; print its warnings the first time.
+    """Draw samples and score them with a suite; print the suite's warnings the first time.
 
     Args:
-        samples: draws them, see `builders.drawing.Drawing`.
-        folder: of finished parts, for an evaluation that is killed.
+        samples: draws the samples, see `builders.drawing.Drawing`.
+        folder: for finished parts, so that an evaluation that was killed resumes.
     """
 
     def __init__(self, suite: Suite, samples: Any, folder: Path):
@@ -97,11 +97,11 @@ class ScoreSamples:
 
     @property
     def keys(self) -> list[str]:
-        """The keys of what it returns."""
+        """Keys of the scores."""
         return self.suite.keys(self.samples.count)
 
     def describe(self) -> dict[str, Any]:
-        """What the scores depend on."""
+        """Return everything that the scores depend on."""
         return {**self.suite.describe(), "num_samples": self.samples.count, "labels": self.suite.labels}
 
     def __call__(self, step: int) -> dict[str, float]:
@@ -121,18 +121,18 @@ class ScoreSamples:
 
 
 class SampleGrid:
-    """Write a grid of samples as a PNG, and one of all steps beside it; show small ones in the terminal."""
+    """Write a grid of samples and an overview of all steps as PNG; show small images in the terminal."""
 
     def __init__(self, samples: Any, folder: Path, columns: int, launch: Launch):
         self.samples, self.folder, self.columns, self._launch = samples, folder, columns, launch
 
     def describe(self) -> dict[str, Any]:
-        """What the picture depends on."""
+        """Return the settings that the picture depends on."""
         return {"name": type(self).__name__, "num_samples": self.samples.count}
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
         """Return the picture (height, width, C) uint8, on the first rank."""
-        with torch.compiler.set_stance("force_eager"):  # another batch than that of scores
+        with torch.compiler.set_stance("force_eager"):  # the batch size differs from the scores'
             parts = extract(None, self.samples, launch=self._launch)
         if not self._launch.is_main:
             return {}
@@ -141,12 +141,12 @@ class SampleGrid:
         try:
             captions = self.samples.captions(labels)
             grid = save_grid(images, file, self.columns, captions)
-        except OSError as error:  # such as a full disk: a picture is not worth ending a run
+        except OSError as error:  # such as a full disk: the run continues without the picture
             tqdm.write(f"warning: {file} could not be written: {error}\n{text_picture(images)}")
             return {}
         try:
             save_over_time(self.folder, row_height(images, captions))
-        except OSError as error:  # or an earlier picture that is none
+        except OSError as error:  # or a damaged earlier picture
             tqdm.write(f"warning: {self.folder / OVER_TIME} could not be written: {error}")
         tqdm.write(f"step {step}: samples in {file}\n{text_picture(images)}")
         return {"samples": grid}

@@ -1,7 +1,7 @@
-"""Features of many images, in parts: the ranks share the parts, and the first one adds them up in order.
+"""Features of many images, in parts: the ranks share the parts, and the first rank adds them up in order.
 
-So no score depends on how many processes there are. Parts can be kept on disk: a score that was killed goes
-on, and other metrics of the same features need no second pass.
+Scores therefore do not depend on the number of processes. Parts can be kept on disk: a job that was killed
+resumes, and further metrics of the same features need no second pass.
 """
 
 import hashlib
@@ -17,20 +17,20 @@ from runtime.launch import Launch
 from runtime.parts import Arrays, Part, PartCache
 
 Detector = Callable[[np.ndarray], Mapping[str, np.ndarray | torch.Tensor]]
-# A kind of statistic (FeatureStatistics, AllFeatures, or a metric's own), and the features that it is of.
+# A kind of statistic (FeatureStatistics, AllFeatures, or a metric's own), and the name of its features.
 Need = tuple[type, str]
-# Beside the features of a part: the hash of its images as 32 bytes, and what an image cost.
+# Stored with the features of a part: the hash of its images (32 bytes), and the mean cost of an image.
 DIGEST, COST = "images_sha256", "cost"
 COST_KEYS = ("network_evaluations", "flops")
 
 
 class Images(Protocol):
-    """Images in memory, in files, or of a network that draws them.
+    """Images in memory, in files, or drawn from a network.
 
     Args:
-        count: their number.
+        count: number of images.
         shape: (H, W, C) of an image.
-        part_size: number of images in a part; None: as many as a detector takes.
+        part_size: number of images in a part; None: use the detector's batch size.
     """
 
     @property
@@ -41,7 +41,7 @@ class Images(Protocol):
     def part_size(self) -> int | None: ...
 
     def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
-        """Yield parts; part i begins at image i * batch_size."""
+        """Yield parts; part i starts at image i * batch_size."""
         ...
 
 
@@ -64,9 +64,9 @@ class FeatureSet:
     """Statistics of the features of a set of images: features[FeatureStatistics, "pool"].mean.
 
     Args:
-        cost: of an image, on average over the parts, where the images cost something.
-        images_sha256: the hash of the hashes of the images, part by part.
-        labels: (N,) classes that were requested, where the images have any.
+        cost: mean cost of an image, see COST_KEYS; None: the images were not drawn from a network.
+        images_sha256: hash of the parts' image hashes.
+        labels: requested classes (N,); None: the images have no labels.
     """
 
     statistics: dict[Need, Any] = field(default_factory=dict)
@@ -88,45 +88,45 @@ def extract(
     description: str = "",
     after_part: Callable[[], None] = lambda: None,
 ) -> Iterator[Arrays]:
-    """Extract the features of all images, and return the arrays of each part, in order, on the first rank.
+    """Extract the features of all images; on the first rank, return the arrays of each part, in order.
 
     Args:
-        detector: None: the images themselves are the features, as `images`.
-        cache: see `new_cache`; None: in memory, without a progress bar.
-        batch_size: images that the detector takes at a time, at most; None: all, as one part, on the first
-            rank, and the images are cached.
+        detector: None: return the images themselves, as `images`.
+        cache: see `new_cache`; None: keep the parts in memory, without a progress bar.
+        batch_size: maximum number of images that the detector takes at a time; None: it takes all images
+            together, on the first rank, and the cache holds the images.
         description, after_part: see `PartCache.fill`.
     """
-    each_part, size = None if batch_size is None else detector, part_size(images, batch_size)
+    part_detector, size = None if batch_size is None else detector, part_size(images, batch_size)
 
     def make(indices: Iterable[int]) -> Generator[tuple[int, Arrays], None, None]:
         for part in images.batches(size, indices):
             arrays = {"images": part.images}
-            if each_part is not None:
-                arrays = features_of(each_part, part.images, batch_size)
-            arrays[DIGEST] = digest_of_images(part.images)
+            if part_detector is not None:
+                arrays = run_detector(part_detector, part.images, batch_size)
+            arrays[DIGEST] = hash_images(part.images)
             yield part.index, arrays if part.cost is None else arrays | {COST: part.cost}
 
     num_parts = -(-images.count // size)
     if cache is None:
-        made = dict(launch.gather_items([*make(range(launch.rank, num_parts, launch.world_size))]))
+        in_memory = dict(launch.gather_items([*make(range(launch.rank, num_parts, launch.world_size))]))
     else:
         cache.fill(make, launch, description, after_part)
     if not launch.is_main:
         return iter(())
-    parts = map(made.pop if cache is None else cache.read, range(num_parts))
-    return parts if detector is each_part else iter([_at_once(detector, [*parts])])
+    parts = map(in_memory.pop if cache is None else cache.read, range(num_parts))
+    return parts if detector is part_detector else iter([_extract_at_once(detector, [*parts])])
 
 
-def _at_once(detector: Detector, parts: list[Arrays]) -> Arrays:
+def _extract_at_once(detector: Detector, parts: list[Arrays]) -> Arrays:
     images = np.concatenate([arrays["images"] for arrays in parts])
-    joined = {**features_of(detector, images, None), DIGEST: digest_of_images(images)}
+    joined = {**run_detector(detector, images, None), DIGEST: hash_images(images)}
     costs = [arrays[COST] for arrays in parts if COST in arrays]
     return joined | {COST: np.mean(costs, axis=0)} if costs else joined
 
 
 def part_size(images: Images, batch_size: int | None) -> int:
-    """Number of images in a part."""
+    """Return the number of images in a part."""
     return images.part_size or batch_size or images.count
 
 
@@ -138,7 +138,7 @@ def new_cache(
     hint: str = "remove it",
     replace: bool = False,
 ) -> PartCache:
-    """A cache of the parts of images; arguments as in `PartCache`."""
+    """Create a cache for the parts of images; see `PartCache` for the arguments."""
     size = part_size(images, batch_size)
     key = {**key, "part_size": size, "num_images": images.count}
     return PartCache(path, key, images.count, size, hint, replace)
@@ -147,37 +147,37 @@ def new_cache(
 def add_up(
     parts: Iterable[Arrays], needs: Iterable[Need], num_images: int, device: torch.device
 ) -> FeatureSet:
-    """Add up statistics of the features in parts that come in order, and hash the images.
+    """Add up statistics over parts, which must be in order, and hash the images.
 
-    Memory grows with the number of images only where AllFeatures are needed.
+    Memory grows with the number of images only if AllFeatures is needed.
     """
-    found, num_seen, digest = FeatureSet(), 0, hashlib.sha256()
+    total, num_seen, digest = FeatureSet(), 0, hashlib.sha256()
     needs, costs = set(needs), []
     for arrays in parts:
         digest.update(arrays.pop(DIGEST).tobytes())
         if COST in arrays:
             costs.append(arrays.pop(COST))
         for kind, name in needs:
-            if (kind, name) not in found.statistics:
-                found.statistics[kind, name] = kind(arrays[name].shape[-1], device, num_images)
-            found[kind, name].update(arrays[name], num_seen)
+            if (kind, name) not in total.statistics:
+                total.statistics[kind, name] = kind(arrays[name].shape[-1], device, num_images)
+            total[kind, name].update(arrays[name], num_seen)
         num_seen += len(next(iter(arrays.values())))
     if num_seen != num_images:
-        raise ValueError(f"{num_seen} images came instead of {num_images}")
-    found.cost, found.images_sha256 = np.mean(costs, axis=0) if costs else None, digest.hexdigest()
-    return found
+        raise ValueError(f"the parts hold {num_seen} images, must hold {num_images}")
+    total.cost, total.images_sha256 = np.mean(costs, axis=0) if costs else None, digest.hexdigest()
+    return total
 
 
-def features_of(detector: Detector, batch: np.ndarray, batch_size: int | None) -> Arrays:
-    """The features of all images of a part that scores need."""
+def run_detector(detector: Detector, batch: np.ndarray, batch_size: int | None) -> Arrays:
+    """Return the features of a part that metrics use, computed `batch_size` images at a time."""
     step, pieces = batch_size or len(batch), []
     for start in range(0, len(batch), step):
-        found = detector(batch[start : start + step])
-        names = getattr(detector, "num_features", found)
-        pieces.append({name: torch.as_tensor(found[name]).cpu().numpy() for name in names})
+        features = detector(batch[start : start + step])
+        names = getattr(detector, "num_features", features)
+        pieces.append({name: torch.as_tensor(features[name]).cpu().numpy() for name in names})
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
-def digest_of_images(batch: np.ndarray) -> np.ndarray:
-    """The hash of images as 32 bytes."""
+def hash_images(batch: np.ndarray) -> np.ndarray:
+    """Return the SHA-256 of images as 32 bytes."""
     return np.frombuffer(hashlib.sha256(batch.tobytes()).digest(), np.uint8)

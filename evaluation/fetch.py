@@ -4,8 +4,8 @@
     python -m evaluation.fetch "files=[inception,imagenet256]"    downloads them into evaluation_files/
     python -m evaluation.fetch "files=[random]"                   draws weights at random, for trials
 
-Where a sha256 is published, the file must have it; otherwise its sha256 is printed. A broken download starts
-again; `curl -C - -o FILE URL` resumes one by hand.
+A file with a published sha256 must match it; for other files the sha256 is printed. A broken download starts
+from the beginning; `curl -C - -o FILE URL` resumes it by hand.
 """
 
 import http.client
@@ -32,10 +32,10 @@ class FetchConfig:
 
 
 def fetch(published: PublishedFile, folder: Path) -> Path:
-    """Download a file unless it exists, and check it.
+    """Download a file, or check it if it already exists.
 
     Raises:
-        OSError: the server cannot be reached, or the connection broke.
+        OSError: the server cannot be reached, or the connection breaks.
         RuntimeError: the downloaded file does not have the published sha256.
         ValueError: the file is damaged, or not the published one.
     """
@@ -52,29 +52,29 @@ def fetch(published: PublishedFile, folder: Path) -> Path:
 
 def _check(file: Path, published: PublishedFile) -> None:
     if published.sha256 is None:
-        # torch.hub does not notice a connection that breaks; the directory of a zip is at its end.
+        # torch.hub does not notice a broken connection; a zip has its directory at the end.
         if not zipfile.is_zipfile(file):
-            raise ValueError(f"{file} is cut off, or not an .npz")
-    elif (found := sha256(file)) != published.sha256:
-        raise ValueError(f"{file} has sha256 {found}, must be {published.sha256}: not the published file")
+            raise ValueError(f"{file} is truncated, or not an .npz")
+    elif (digest := sha256(file)) != published.sha256:
+        raise ValueError(f"{file} has sha256 {digest}, must be {published.sha256}: not the published file")
 
 
 @command("fetch", FetchConfig, __doc__)
 def main(request: FetchConfig) -> None:
-    """List or download."""
+    """List the files, or download the requested ones."""
     folder = Path(request.folder)
     for name in request.files:
         check_choice("files", name, (*PUBLISHED, RANDOM))
     if not request.files:
         for name, published in PUBLISHED.items():
-            print(f"  {name:12} {published.about}\n  {'':12} {published.url}")
+            print(f"  {name:12} {published.description}\n  {'':12} {published.url}")
         print('\nDownload with `python -m evaluation.fetch "files=[NAME,...]"`.')
     for name in request.files:
         if name == RANDOM:
             from evaluation.detectors.random_weights import write_random_weights
 
             file = write_random_weights(folder / "inception-random.pth")
-            print(f"{file}: scores by it mean nothing (weights={file} allow_unpublished_weights=true)")
+            print(f"{file}: scores with it mean nothing (weights={file} allow_unpublished_weights=true)")
             continue
         published = PUBLISHED[name]
         try:
@@ -84,7 +84,7 @@ def main(request: FetchConfig) -> None:
             copy = f"copy {published.url}{expected} to {folder / published.name}"
             by_hand = f"Without a connection, {copy}; `curl -C - -o FILE URL` resumes a broken download"
             raise ValueError(f"{name}: {error or type(error).__name__}. {by_hand}") from error
-        note = "" if published.sha256 else "  (none is published: compare it with that of other users)"
+        note = "" if published.sha256 else "  (no sha256 is published: compare with other users)"
         print(f"{file}  sha256 {sha256(file)}{note}")
 
 

@@ -1,4 +1,4 @@
-"""The files of the ADM suite: their addresses and hashes."""
+"""The files of the ADM suite, with their addresses and hashes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +12,14 @@ BATCHES = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_bat
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A file that others publish.
+    """A file published by others.
 
     Args:
-        sha256: None where none is published, of an .npz.
+        sha256: None: not published; the file is an .npz.
     """
 
     url: str
-    about: str
+    description: str
     sha256: str | None = None
 
     @property
@@ -49,7 +49,7 @@ PUBLISHED = {
 
 
 def fingerprint(path: Path) -> str:
-    """Hash a file, or the names and contents of all files in a folder, also behind links."""
+    """Hash a file, or the names and contents of all files in a folder; follow links."""
     if path.is_file():
         return sha256(path)
     return hash_files(path, (name for name in files_in(path) if (path / name).is_file()))

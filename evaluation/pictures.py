@@ -1,4 +1,4 @@
-"""Pictures for people: the first rows of many grids, the order of classes, small images as text."""
+"""Pictures of samples: an overview of all steps, a grid that grows, small images as text."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +12,12 @@ from runtime.pictures import CAPTION_HEIGHT, PADDING, save_grid, save_picture, s
 
 TEXT_COLUMNS = 100
 OVER_TIME, MAX_ROWS = "over_time.png", 20
-GRID, GRID_ROWS = "grid.png", 10  # of images that are being drawn
+GRID, GRID_ROWS = "grid.png", 10  # the picture of unfinished sampling
 
 
 def save_over_time(folder: Path, height: int) -> None:
-    """Write the first rows, of so many pixels, of the pictures `step_N.png` in a folder below each other."""
-    files = sorted(folder.glob(f"step_{'[0-9]' * 8}.png"))  # not those of sample.py
+    """Stack the first `height` pixels of each picture `step_N.png` of a folder into one picture."""
+    files = sorted(folder.glob(f"step_{'[0-9]' * 8}.png"))  # not the pictures of sample.py
     files = [files[i] for i in np.unique(np.linspace(0, len(files) - 1, MAX_ROWS).round().astype(int))]
     rows = []
     for file in files:
@@ -25,7 +25,7 @@ def save_over_time(folder: Path, height: int) -> None:
             row = np.asarray(picture.convert("RGB"))[:height]
         step = f"step {int(file.stem.removeprefix('step_'))}"
         rows += [strip_of([step], row.shape[1], 1, 3), row]
-    if len({row.shape[1] for row in rows}) == 1:  # not where an earlier version drew other pictures
+    if len({row.shape[1] for row in rows}) == 1:  # skipped if earlier pictures have another width
         save_picture(np.concatenate(rows), folder / OVER_TIME)
 
 
@@ -35,10 +35,10 @@ def row_height(images: np.ndarray, captions: Sequence[str] | None) -> int:
 
 
 def in_turn(labels: np.ndarray) -> np.ndarray:
-    """Order images with labels (N,) so that the classes take turns; return their indices."""
+    """Return indices that order images with labels (N,) so that the classes alternate."""
     turns, by_class = np.empty(len(labels), dtype=int), np.argsort(labels, kind="stable")
     _, first, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
-    turns[by_class] = np.arange(len(labels)) - first.repeat(counts)  # images of its class before each
+    turns[by_class] = np.arange(len(labels)) - first.repeat(counts)  # earlier images of its class
     return np.lexsort((labels, turns))
 
 
@@ -53,11 +53,11 @@ def text_picture(images: np.ndarray) -> str:
 
 
 class GrowingGrid:
-    """A picture of the first samples, class by class; those that are not drawn yet are black.
+    """A picture of the first samples, with alternating classes; missing samples are black.
 
     Args:
-        images: draws them, see `builders.drawing.Drawing`.
-        cache: of their parts.
+        images: draws the samples, see `builders.drawing.Drawing`.
+        cache: holds the finished parts of the samples.
     """
 
     def __init__(self, images: Any, cache: PartCache, columns: int):
@@ -71,7 +71,7 @@ class GrowingGrid:
         self._seen: set[int] = set()
 
     def update(self) -> None:
-        """Write the picture again where finished parts have something to show."""
+        """Write the picture again if newly finished parts hold samples of it."""
         done, part_of = self._cache.done(), self.shown // self._part_size
         fresh = (done - self._seen) & set(part_of.tolist())
         for part in fresh:

@@ -1,4 +1,4 @@
-"""Scores in strict fp32, whatever training and sampling allow."""
+"""Strict fp32 for scores, also if training and sampling use TF32."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 
 @contextmanager
 def strict_fp32() -> Iterator[None]:
-    """Compute fp32 products and convolutions without TF32, which moves the third digit of a score."""
+    """Compute fp32 products and convolutions without TF32, which changes the third digit of a score."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

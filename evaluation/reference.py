@@ -1,4 +1,4 @@
-"""What images are scored against: statistics of the features of a data set, and some of its images. [ADM]"""
+"""References to score images against: feature statistics of a data set, and some of its images. [ADM]"""
 
 import zipfile
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from runtime.files import atomic_write
 from runtime.launch import Launch
 from runtime.parts import PartCache
 
-NUM_KEPT = 10_000  # images that a reference carries, for precision and recall, as those of [ADM]
-# The arrays of a reference: mean and covariance of features, by their name.
+NUM_KEPT = 10_000  # images in a reference, for precision and recall, as in [ADM]
+# Feature name -> the arrays of a reference that hold their mean and covariance.
 STATISTICS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}
 SHAPES = {mu: (InceptionDetector.num_features[name],) for name, (mu, _) in STATISTICS.items()}
 SHAPES |= {sigma: 2 * SHAPES[mu] for mu, sigma in STATISTICS.values()} | {"weights": ()}
@@ -35,17 +35,17 @@ class Gaussian(NamedTuple):
 
 @dataclass
 class Reference:
-    """What images are scored against: statistics, images, or both.
+    """A reference to score images against: statistics, images, or both.
 
     Args:
-        name: for error messages.
-        statistics: of the Inception features of all images of a data set, where they are known.
-        images: some or all of them; None if not there.
-        labels: of the images, where they have any.
-        held_out: images and labels to compare samples with, which are not in the reference.
-        made_by: hash of the tensors of the network that gave the statistics, where it is known.
-        path: the file or the folder that it was read from.
-        data: describes the data set, where the images are those of a training.
+        name: used in error messages.
+        statistics: of the Inception features of the whole data set; empty: computed from the images.
+        images: some or all images of the data set; None: only statistics.
+        labels: of the images (N,); None: the images have no labels.
+        held_out: images and labels outside the reference, to compare samples with.
+        made_by: hash of the tensors of the network that computed the statistics; None: unknown.
+        path: the file or folder that was read; None: the reference was built in memory.
+        data: describes the data set; None: not the training images of a run.
     """
 
     name: str = "reference"
@@ -59,11 +59,11 @@ class Reference:
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of its file or folder, which may take a while."""
+        """Hash of the file or folder; large ones take a while."""
         return fingerprint(self.path)
 
     def describe(self) -> dict[str, Any]:
-        """The files, the data, and the kind of statistics, for records."""
+        """Return a record of the files, the data and the kind of statistics."""
         record = {} if self.path is None else {"path": str(self.path), "sha256": self.sha256}
         record |= {"data": self.data} if self.data else {}
         record |= {"moments": "its statistics" if self.statistics else "all of its images"}
@@ -71,22 +71,22 @@ class Reference:
 
 
 def open_reference(path: Path, open_images: Callable[[Path], Images]) -> Reference:
-    """Open an .npz of [ADM] (statistics and images) or of [EDM] (mu and sigma), or images: an .npz, a folder,
-    a zip.
+    """Open a reference: an .npz of [ADM] or [EDM], or images in an .npz, a folder or a zip.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is damaged, its statistics are of another network, or it holds nothing to compare with.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is damaged, of another network, a folder of latents, or neither statistics nor images.
     """
     if not path.exists():
-        raise FileNotFoundError(
-            f"reference={path} not found; `python -m evaluation.fetch files=[imagenet256]` downloads that of "
-            "ImageNet"
-        )
+        hint = "`python -m evaluation.fetch files=[imagenet256]` downloads ImageNet's"
+        raise FileNotFoundError(f"reference={path} not found; {hint}")
+    if (path / "latents.npy").is_file():
+        rule = "this suite needs images or statistics: use suite=digits, suite=glyphs or your own"
+        raise ValueError(f"reference={path} is a folder of latents, {rule}")
     if path.suffix != ".npz":
         return Reference(images=open_images(path), path=path)
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"reference={path} cannot be read as an .npz: it is none, or truncated")
+        raise ValueError(f"reference={path} cannot be read as an .npz: truncated, or another kind of file")
     try:
         with zipfile.ZipFile(path) as archive:
             names = {name.removesuffix(".npy") for name in archive.namelist()}
@@ -109,8 +109,8 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> Referen
 
 
 def _read(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Read an array of known shape and kind; its header is checked before memory is taken."""
-    member_size(archive, f"{name}.npy")  # first: it refuses other compression than numpy uses
+    """Read an array of known shape and type; check its header before allocating memory."""
+    member_size(archive, f"{name}.npy")  # first: it refuses compression that numpy does not use
     with archive.open(f"{name}.npy") as file:
         shape, _, dtype = read_header(file)
     if shape != SHAPES[name]:
@@ -124,7 +124,7 @@ def _read(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 def _check_statistics(arrays: dict[str, np.ndarray], path: Path) -> None:
     for mu, sigma in STATISTICS.values():
         if (mu in arrays) != (sigma in arrays):
-            raise ValueError(f"reference={path} must hold both of {mu} and {sigma}, or neither")
+            raise ValueError(f"reference={path} must hold both {mu} and {sigma}, or neither")
         for name in (mu, sigma):
             if name in arrays and not np.isfinite(arrays[name]).all():
                 raise ValueError(f"reference={path}: {name} must be finite")
@@ -133,7 +133,7 @@ def _check_statistics(arrays: dict[str, np.ndarray], path: Path) -> None:
 
 
 def _is_covariance(sigma: np.ndarray) -> bool:
-    """True if a matrix is symmetric and positive semi-definite, to the accuracy of fp32 statistics."""
+    """True if a matrix is symmetric and positive semi-definite, to fp32 accuracy."""
     scale = np.abs(sigma).max()
     try:
         np.linalg.cholesky(sigma + (1e-4 * scale + np.finfo(float).tiny) * np.eye(len(sigma)))
@@ -143,7 +143,7 @@ def _is_covariance(sigma: np.ndarray) -> bool:
 
 
 def evenly_spaced(num_images: int, num_kept: int) -> np.ndarray:
-    """Indices of at most `num_kept` images, evenly spaced over classes stored one by one."""
+    """Return the indices of at most `num_kept` evenly spaced images, for images that are sorted by class."""
     num_kept = min(num_images, num_kept)
     return np.arange(num_kept) * num_images // max(1, num_kept)
 
@@ -156,10 +156,10 @@ def make_reference(
     launch: Launch,
     cache: PartCache | None = None,
 ) -> dict[str, Any]:
-    """Write a reference in the layout of [ADM], and return a record of it on the first rank.
+    """Write a reference in the layout of [ADM]; on the first rank, return a record of it.
 
-    It holds mu, sigma, mu_s, sigma_s of all images, up to 10,000 of them as arr_0, and as `weights` the hash
-    of the network's tensors.
+    The file holds mu, sigma, mu_s and sigma_s of all images, up to 10,000 of the images as arr_0, and the
+    hash of the network's tensors as `weights`.
     """
     keep = evenly_spaced(images.count, NUM_KEPT)
     options = {"batch_size": batch_size, "launch": launch, "description": "features of reference"}
@@ -167,12 +167,12 @@ def make_reference(
     if not launch.is_main:
         return {}
     needs = [(FeatureStatistics, name) for name in STATISTICS]
-    found = add_up(parts, needs, images.count, launch.device)
-    chosen = {part.index: part.images for part in images.batches(1, keep.tolist())}
-    arrays = {"arr_0": np.concatenate([chosen[i] for i in keep.tolist()])}
+    features = add_up(parts, needs, images.count, launch.device)
+    kept = {part.index: part.images for part in images.batches(1, keep.tolist())}
+    arrays = {"arr_0": np.concatenate([kept[i] for i in keep.tolist()])}
     arrays |= {"weights": np.array(detector.record["tensors_sha256"])}
     for name, (mu, sigma) in STATISTICS.items():
-        statistics = found[FeatureStatistics, name]
+        statistics = features[FeatureStatistics, name]
         arrays |= {mu: statistics.mean.cpu().numpy(), sigma: statistics.covariance.cpu().numpy()}
     with atomic_write(file) as partial:
         np.savez(partial, **arrays)

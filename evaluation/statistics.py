@@ -1,7 +1,7 @@
-"""Running statistics of features, which add up over batches.
+"""Running statistics of features, updated batch by batch.
 
-A statistic is kind(num_features, device, num_images), and takes batches in order with `update(features,
-start)`, where `start` is the position of the first.
+A statistic is built as kind(num_features, device, num_images). It takes the batches in order, by
+`update(features, start)`, where `start` is the index of the batch's first image.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 
 
 class FeatureStatistics:
-    """Mean and covariance of features that arrive in batches, in float64."""
+    """Running mean and covariance of features, in float64."""
 
     def __init__(self, num_features: int, device: torch.device | str = "cpu", num_images: int | None = None):
         self.count = 0
@@ -23,7 +23,7 @@ class FeatureStatistics:
         centred = features - mean
         total = self.count + len(features)
         shift = mean - self.mean
-        # Sum of (f - mean)(f - mean)^T of two parts: their own sums, and what their means differ by.
+        # Scatter of the union: the scatter of each set, and a term for the difference of their means.
         between = torch.outer(shift, shift) * (self.count * len(features) / total)
         self._scatter += centred.T @ centred + between
         self.mean += shift * (len(features) / total)
@@ -32,26 +32,26 @@ class FeatureStatistics:
 
     @property
     def covariance(self) -> torch.Tensor:
-        """Unbiased covariance (F, F), as numpy.cov gives it."""
+        """Unbiased covariance (F, F), as numpy.cov computes it."""
         if self.count < 2:
             raise ValueError(f"the covariance of {self.count} feature(s) is not defined: 2 are needed")
         return self._scatter / (self.count - 1)
 
 
 class AllFeatures:
-    """The features of every image, (N, ...) in the order of the images: 8 KiB for an image of Inception's."""
+    """The features of all images (N, ...), in order; the Inception pool features take 8 KiB an image."""
 
     def __init__(self, num_features: int, device: torch.device | str = "cpu", num_images: int | None = None):
         self._parts: list[np.ndarray] = []
 
     def update(self, features: np.ndarray | torch.Tensor, start: int) -> "AllFeatures":
-        """Add the features of the images that come next; return self."""
+        """Add the features of the next images; return self."""
         self._parts.append(torch.as_tensor(features).cpu().numpy())
         return self
 
     @property
     def features(self) -> np.ndarray:
-        """The features of all images."""
+        """The features of all images, as one array."""
         if len(self._parts) > 1:
             self._parts = [np.concatenate(self._parts)]
         return self._parts[0]

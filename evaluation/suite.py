@@ -1,4 +1,4 @@
-"""A suite: metrics of a detector's features of images against a reference."""
+"""A suite: a detector and the metrics that compare its features with a reference."""
 
 import inspect
 from collections.abc import Mapping
@@ -31,30 +31,28 @@ from runtime.provenance import source_sha256
 
 @dataclass
 class Scores:
-    """Metrics by name, those of which more is better, those that were left out and why, and warnings.
-
-    images_sha256 is the hash of the hashes of the images, part by part.
-    """
+    """The scores of a set of images."""
 
     num_images: int = 0
-    images_sha256: str = ""
-    cost_per_image: dict[str, float] | None = None  # of those that were drawn
+    images_sha256: str = ""  # hash of the parts' image hashes
+    cost_per_image: dict[str, float] | None = None  # None: the images were not drawn from a network
     values: dict[str, float] = field(default_factory=dict)
-    higher_is_better: list[str] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
+    higher_is_better: list[str] = field(default_factory=list)  # names of scores
+    left_out: dict[str, str] = field(default_factory=dict)  # name of a score -> reason
     warnings: list[str] = field(default_factory=list)
 
 
 class Suite:
-    """Score images; metrics are computed on the first rank.
+    """Score images against a reference; metrics are computed on the first rank.
 
     Args:
-        reference: what to score against; in a YAML file a path, or null: the training images of the data.
-        detector, metrics: named in the YAML file.
-        num_samples, labels: of the samples that a training draws; labels are `random` or `balanced`.
-        batch_size: images that the detector takes at a time, on every rank; None: all of them at once, on the
-            first, for small images.
-        features: folder of the cached features of references and files; None: in memory.
+        reference: in a YAML file a path, or null for the training images of the data.
+        detector, metrics: each with its own `_target_` in the YAML file.
+        num_samples: number of samples to draw during training.
+        labels: of these samples, `random` (from the seeds) or `balanced` (the classes in turn).
+        batch_size: images that the detector takes at a time, on each rank; None: all images at once, on the
+            first rank, for small images.
+        features: folder for cached features; None: keep them in memory.
     """
 
     def __init__(
@@ -71,49 +69,48 @@ class Suite:
     ):
         self.reference, self.detector, self.metrics = reference, detector, list(metrics.values())
         self.num_samples, self.labels, self.batch_size, self.launch = num_samples, labels, batch_size, launch
-        self.detector_config: dict[str, Any] | None = None  # where one is known, its part of a YAML file
+        self.detector_config: dict[str, Any] | None = None  # its part of the YAML file, if there is one
         self._folder, self._reference_features = features, None
         record = getattr(detector, "record", {})
         weights = record.get("tensors_sha256")
         if reference.statistics and (weights is None or reference.made_by not in (None, weights)):
             name = record.get("path", type(detector).__name__)
-            raise ValueError(
-                f"the statistics of the reference are of another network than {name}: give one made with it, "
-                "or images"
-            )
+            rule = "give a reference made with it, or images"
+            raise ValueError(f"the statistics of the reference were not made with {name}: {rule}")
         if reference.images is not None:
             self.check(reference.images.count, reference.images.shape, "reference images")
         if hasattr(detector, "fit") and batch_size:
-            raise ValueError("batch_size must be null for a detector that is fitted, on the first rank alone")
+            raise ValueError(f"batch_size={batch_size} must be null for a detector that is fitted")
         if hasattr(detector, "fit") and launch.is_main:
             if reference.labels is None:
-                raise ValueError(f"{reference.name} must hold images with labels, to fit a classifier on")
+                raise ValueError(f"{reference.name} must hold images with labels, to fit the classifier")
             (part,) = reference.images.batches(reference.images.count, [0])
             detector.fit(part.images, reference.labels)
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
-        """Raise a ValueError where images, called `name` in errors, cannot be scored."""
+        """Raise a ValueError if images cannot be scored; `name` stands for them in the message."""
         strictest = max(self.metrics, key=lambda metric: metric.min_images)
         if num_images < strictest.min_images:
             needed = f"at least {strictest.min_images} are needed for {', '.join(strictest.keys)}"
             raise ValueError(f"{name}: {num_images} image(s) are too few: {needed}")
         if hasattr(self.detector, "fit") and shape != self.reference.images.shape:
-            raise ValueError(f"{name}: images are {shape}, the reference is {self.reference.images.shape}")
+            expected = self.reference.images.shape
+            raise ValueError(f"{name}: images are {shape}, must be {expected} as in the reference")
 
     def check_labels(self, labels: np.ndarray, name: str) -> None:
-        """Raise a ValueError where images, called `name` in errors, show classes that the reference lacks."""
+        """Raise a ValueError if a label is not a class of the reference; `name` stands for the images."""
         known = labels if self.reference.labels is None else np.unique(self.reference.labels)
-        others = np.setdiff1d(labels, known)
-        if len(others):
+        unknown = np.setdiff1d(labels, known)
+        if len(unknown):
             rule = f"must be a class of the reference, from {known[0]} to {known[-1]}"
-            raise ValueError(f"{name}: label {others[0]} {rule}")
+            raise ValueError(f"{name}: label {unknown[0]} {rule}")
 
     def keys(self, num_images: int) -> list[str]:
-        """The keys of the scores of so many images."""
-        return [self.named(key, num_images) for metric in self.metrics for key in metric.keys]
+        """Return the names of the scores of `num_images` images."""
+        return [self.score_name(key, num_images) for metric in self.metrics for key in metric.keys]
 
     def describe(self) -> dict[str, Any]:
-        """Everything that the scores of images depend on."""
+        """Return everything that scores depend on, besides the images."""
         return {
             "detector": {"name": type(self.detector).__name__, **getattr(self.detector, "record", {})},
             "metrics": [metric.describe() for metric in self.metrics],
@@ -122,13 +119,13 @@ class Suite:
         }
 
     def detector_key(self) -> dict[str, Any]:
-        """Everything that features depend on, besides the images."""
+        """Return everything that features depend on, besides the images."""
         return {**code_of(self.detector), "detector_config": self.detector_config}
 
     def cache(self, kind: str, key: Mapping[str, Any], images: Images) -> PartCache | None:
-        """The cache of the features of images, in a folder named by everything they depend on.
+        """Return a cache for the features of images; its folder name hashes everything they depend on.
 
-        None: in memory, for a detector that takes all images at once.
+        None: keep the features in memory, as for a detector that takes all images at once.
         """
         if self._folder is None or self.batch_size is None:
             return None
@@ -138,7 +135,7 @@ class Suite:
     def score(
         self, images: Images, labels: np.ndarray | None = None, cache: PartCache | None = None
     ) -> Scores:
-        """Return the scores of images on the first rank; collective on all of them.
+        """Return the scores of images, on the first rank. Collective.
 
         Args:
             cache: see `features.extract`.
@@ -146,7 +143,7 @@ class Suite:
         if labels is None and any(metric.needs_labels for metric in self.metrics):
             keys = [key for metric in self.metrics if metric.needs_labels for key in metric.keys]
             raise ValueError(f"{', '.join(keys)} cannot be computed: the samples have no labels")
-        if self._reference_features is None:  # first: what cannot be used shows before a sample is drawn
+        if self._reference_features is None:  # first: a damaged reference fails before a sample is drawn
             self._reference_features = self._extract_reference()
         reference = self._reference_features
         needs, num_images = {need for metric in self.metrics for need in metric.needs}, images.count
@@ -158,26 +155,26 @@ class Suite:
         warnings = self.warnings(num_images, images.shape)
         scores = Scores(num_images, samples.images_sha256, cost, warnings=warnings)
         for metric in self.metrics:
-            lacking = [need for need in metric.needs_of_reference if need not in reference.statistics]
-            if lacking:
-                reason = self._why_without(*lacking[0])
-                scores.left_out |= {self.named(key, num_images): reason for key in metric.keys}
+            missing = [need for need in metric.needs_of_reference if need not in reference.statistics]
+            if missing:
+                reason = self._missing_reason(*missing[0])
+                scores.left_out |= {self.score_name(key, num_images): reason for key in metric.keys}
             else:
-                values = metric(reference, samples)
-                named = {self.named(key, num_images): value for key, value in values.items()}
-                scores.values |= named
-                scores.higher_is_better += list(named) if metric.higher_is_better else []
+                results = metric(reference, samples)
+                values = {self.score_name(key, num_images): value for key, value in results.items()}
+                scores.values |= values
+                scores.higher_is_better += list(values) if metric.higher_is_better else []
         return scores
 
-    def named(self, key: str, num_images: int) -> str:
-        """The key of a score of so many images."""
+    def score_name(self, key: str, num_images: int) -> str:
+        """Return the name of a score; subclasses may append the sample count."""
         return key
 
     def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:
-        """Notes on how far scores can be compared."""
+        """Return notes on how comparable the scores are."""
         return []
 
-    def _why_without(self, kind: type, name: str) -> str:
+    def _missing_reason(self, kind: type, name: str) -> str:
         if self.reference.images is None and kind is not FeatureStatistics:
             return "the reference has no images (arr_0)"
         return f"the reference has no {' and '.join(STATISTICS.get(name, (f'statistics of {name}',)))}"
@@ -185,13 +182,13 @@ class Suite:
     def _extract_reference(self) -> FeatureSet:
         known, images = self.reference.statistics, self.reference.images
         needs = {need for metric in self.metrics for need in metric.needs_of_reference}
-        if known:  # of all images, of which a reference may carry some
+        if known:  # of the whole data set; the images may be a part of it
             needs = {(kind, name) for kind, name in needs if kind is not FeatureStatistics}
         if not needs or images is None:
             return FeatureSet(dict(known))
         cache = self.cache("reference", {"reference": self.reference.describe()}, images)
-        found = self._extract(images, needs, "features of reference", cache)
-        return FeatureSet({**known, **found.statistics})
+        features = self._extract(images, needs, "features of reference", cache)
+        return FeatureSet({**known, **features.statistics})
 
     def _extract(
         self, images: Images, needs: set[Need], description: str, cache: PartCache | None
@@ -204,11 +201,11 @@ class Suite:
 
 
 def code_of(detector: Detector) -> dict[str, Any]:
-    """The settings that the features of a detector depend on, beside the images."""
-    own = Path(inspect.getfile(type(detector)))
+    """Return the detector, its code and the platform, which its features depend on."""
+    file = Path(inspect.getfile(type(detector)))
     return {
         "detector": {"name": type(detector).__name__, **getattr(detector, "record", {})},
-        "code": [source_sha256(), sha256(own)],
+        "code": [source_sha256(), sha256(file)],
         "torch": torch.__version__,
         "device": str(getattr(detector, "device", "cpu")).partition(":")[0],
     }

@@ -1,1 +1,1 @@
-"""The page of a run, or of several side by side."""
+"""The report page of one run, or of several runs side by side."""

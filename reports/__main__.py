@@ -1,8 +1,8 @@
-"""Write the page of a run, or of several runs side by side.
+"""Write the report page of one run, or of several runs side by side.
 
-python -m reports "runs=[runs/NAME]"                 runs/NAME/report.html
-python -m reports "runs=[runs/NAME]" refresh_sec=15  again every 15 s until the run has finished
-python -m reports "runs=[runs/*]"                    runs/report.html, runs/runs.csv, a table in the terminal
+python -m reports "runs=[runs/NAME]"                 writes runs/NAME/report.html
+python -m reports "runs=[runs/NAME]" refresh_sec=15  rewrites it every 15 s until the run has finished
+python -m reports "runs=[runs/*]"                    writes runs/report.html and runs/runs.csv, prints a table
 """
 
 import time
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reports.page import mixtures, page
-from reports.runs import Run, as_csv, as_text, grouped, printable, sections, table
+from reports.page import comparison_notes, page
+from reports.runs import Run, as_csv, as_text, group_runs, printable, sections, table
 from runtime.config import command, run_main
 from runtime.files import write_text
 from training.run_folder import RunFolder
@@ -23,23 +23,23 @@ REPORT, TABLE = "report.html", "runs.csv"
 class ReportsConfig:
     """The keys of `reports`."""
 
-    runs: list[str]  # folders; the last part may be a pattern
-    out: str | None = None  # folder; None: the run, or the folder of the first of several runs
-    refresh_sec: float | None = None  # write the page again so often, until all runs have finished
+    runs: list[str]  # folders; the last part of a path may be a pattern
+    out: str | None = None  # folder; None: the run, or the parent folder of several runs
+    refresh_sec: float | None = None  # interval to rewrite the page, until all runs have finished; None: once
 
 
 def write_reports(config: ReportsConfig) -> None:
-    """Write the page, and the table of several runs.
+    """Write the report page; for several runs, also write and print their table.
 
     Raises:
-        ValueError: no run can be read.
+        ValueError: none of the runs can be read.
     """
     if config.refresh_sec is not None and not config.refresh_sec > 0:
         raise ValueError(f"refresh_sec={config.refresh_sec} must be above 0")
     while True:
         folders = [RunFolder(path) for name in config.runs for path in _matching(Path(name))]
         if not folders:
-            raise ValueError(f"runs={config.runs}: no folder has such a name")
+            raise ValueError(f"runs={config.runs}: no folder matches")
         runs = [Run(folders[0])] if len(folders) == 1 else _read_several(folders)
         finished = all(run.manifest["status"] == "finished" for run in runs)
         first = folders[0].path
@@ -47,7 +47,7 @@ def write_reports(config: ReportsConfig) -> None:
         output.mkdir(parents=True, exist_ok=True)
         write_text(output / REPORT, page(runs, None if finished else config.refresh_sec))
         if len(folders) > 1:
-            write_text(output / TABLE, as_csv(grouped(runs)))
+            write_text(output / TABLE, as_csv(group_runs(runs)))
             _print_tables(runs)
         print(output / REPORT, flush=True)
         if finished or config.refresh_sec is None:
@@ -60,28 +60,28 @@ def _matching(path: Path) -> list[Path]:
 
 
 def _read_several(folders: Sequence[RunFolder]) -> list[Run]:
-    """Read runs, and leave out those that cannot be read or shown."""
+    """Read runs; leave out folders that cannot be read or shown."""
     runs = []
-    for folder in (folder for folder in folders if folder.path.is_dir()):  # runs/* has files, too
+    for folder in (folder for folder in folders if folder.path.is_dir()):  # runs/* also matches files
         try:
             page([run := Run(folder)])
             runs.append(run)
         except (ValueError, OSError) as error:
             print(f"left out: {error}")
     if not runs:
-        raise ValueError("runs: none of these is a run")
+        raise ValueError("runs: none of the folders can be read as a run")
     return runs
 
 
 def _print_tables(runs: Sequence[Run]) -> None:
-    for data, arms in sections(grouped(runs)).items():
-        notes = "".join(f"{note}\n" for note in mixtures(arms))
+    for data, arms in sections(group_runs(runs)).items():
+        notes = "".join(f"{note}\n" for note in comparison_notes(arms))
         print(f"{printable(data)}\n{as_text(table(arms))}\n{printable(notes)}")
 
 
 @command("reports", ReportsConfig, __doc__)
 def main(config: ReportsConfig) -> None:
-    """Write the page of runs."""
+    """Write the report page."""
     write_reports(config)
 
 

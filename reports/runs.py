@@ -1,4 +1,4 @@
-"""Runs read from their folders, and grouped into arms: runs that differ in the seed alone."""
+"""Read runs from their folders, and group them into arms: runs that differ only in the seed."""
 
 import math
 import re
@@ -17,9 +17,9 @@ from training.run_folder import FREE_KEYS, SCORING_KEYS, RunFolder, is_in
 
 MAX_METRICS_BYTES = 2**28
 CLOCK = ("step", "num_images", "train_time_sec", "evaluation_time_sec")
-# Keys that make no other arm: they change neither the weights after a number of steps nor their scores.
+# Keys that may differ within an arm: they change neither the weights of a step nor their scores.
 SAME_ARM = {"seed", "data.path", *FREE_KEYS} - {"train.total_steps", *SCORING_KEYS}
-UNNAMED = ("model", "data")  # groups that the method and the section of the page name
+UNNAMED = ("model", "data")  # groups already named by the method and the section of the page
 AXES = ("steps", "TFLOPs", "hours")
 MAX_NAME = 60  # characters
 
@@ -32,7 +32,8 @@ class Run:
     """A run, read from its folder.
 
     Raises:
-        ValueError: the folder is not that of a run, or a file of it is damaged.
+        FileNotFoundError: the folder is not a run directory.
+        ValueError: a file of the run is damaged.
     """
 
     folder: RunFolder
@@ -40,19 +41,19 @@ class Run:
     def __post_init__(self):
         self.folder.check_started()
         self.manifest, self.config = self.folder.manifest(), self.folder.config()
-        self.lines = metrics_of(self.folder.metrics_file)
+        self.lines = read_metrics(self.folder.metrics_file)
         if not isinstance(self.config.get("seed"), int):
             raise ValueError(f"{self.folder.config_file} is damaged: no seed")
         self.name, self.seed = self.folder.path.resolve().name, self.config["seed"]
 
     @cached_property
     def overrides(self) -> dict[str, str]:
-        """The groups and keys that were set on the command line or by a sweeper."""
+        """The groups and keys set on the command line or by a sweeper."""
         pairs = (text.lstrip("+~").partition("=") for text in self.manifest["overrides"])
         return {key: value for key, _, value in pairs}
 
     def chosen(self, key: str) -> str | None:
-        """The value of a key or the option of a group; None if it is not set."""
+        """Return the value of a key or the option of a group; None if it is not set."""
         node = self.config
         for part in key.split("."):
             try:
@@ -69,17 +70,17 @@ class Run:
 
     @property
     def num_held_out(self) -> int:
-        """Images that the held-out losses are of."""
+        """Number of images in the held-out losses."""
         return self.manifest["data"]["manifest"]["num_held_out"]
 
     @property
     def step(self) -> int:
-        """The last step that was logged."""
+        """The last logged step."""
         return self.lines[-1]["step"] if self.lines else 0
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
-        """The numbers that were logged, by key."""
+        """The logged numbers, by key."""
         curves: dict[str, Curve] = {}
         for line in self.lines:
             for key, value in line.items():
@@ -89,37 +90,37 @@ class Run:
 
     @cached_property
     def newest(self) -> dict[str, float]:
-        """The newest value of each key, and the scores that fid.py wrote, by file and key."""
-        found = {key: curve[-1][1] for key, curve in self.curves.items()}
+        """The newest value of each key, and the scores written by fid.py, as `FILE: KEY`."""
+        values = {key: curve[-1][1] for key, curve in self.curves.items()}
         for file in sorted(self.folder.path.glob("scores/*.json")):
-            values = read_json(file).get("values", {})
-            found |= {f"{file.stem}: {k}": v for k, v in values.items() if isinstance(v, int | float)}
-        return found
+            scores = read_json(file).get("values", {})
+            values |= {f"{file.stem}: {k}": v for k, v in scores.items() if isinstance(v, int | float)}
+        return values
 
     @cached_property
     def _tflops(self) -> list[tuple[int, float]]:
-        total, num_images, found = 0.0, 0, []
+        total, num_images, points = 0.0, 0, []
         for line in self.lines:
-            if "tflops_per_sec" in line:  # of the steps as they were routed
+            if "tflops_per_sec" in line:  # FLOPs of routed steps
                 sec = (line["num_images"] - num_images) / line["images_per_sec"]
                 total, num_images = total + line["tflops_per_sec"] * sec, line["num_images"]
-                found.append((line["step"], total))
-        return found
+                points.append((line["step"], total))
+        return points
 
     def spent(self, axis: str, step: int) -> float:
-        """Training cost up to a step: its number, its TFLOPs or its hours."""
+        """Return the training cost up to a step, in steps, TFLOPs or hours."""
         if axis == "steps":
             return step
         if axis == "TFLOPs":
-            return next((total for at, total in reversed(self._tflops) if at <= step), 0.0)
+            return next((total for logged, total in reversed(self._tflops) if logged <= step), 0.0)
         lines = (line for line in reversed(self.lines) if line["step"] <= step)
         return next((line["train_time_sec"] / 3600 for line in lines if "train_time_sec" in line), 0.0)
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """The settings that define the run's arm, as texts by dotted key."""
+        """The settings that define the run's arm, as text by dotted key."""
         flat = {key: str(value) for key, value in flatten(self.config).items() if not is_in(key, SAME_ARM)}
-        entries = str(self.manifest["data"]["fingerprint"])[:8]  # wherever they are
+        entries = str(self.manifest["data"]["fingerprint"])[:8]  # the same in any folder
         routes = (
             f"{route['selection_ratio']:g} bypass {route['start_layer_idx']} to {route['end_layer_idx']}"
             for route in self.config["model"]["routes"]
@@ -129,14 +130,14 @@ class Run:
 
 @dataclass
 class Arm:
-    """Runs that differ in the seed alone."""
+    """Runs that differ only in the seed."""
 
     runs: list[Run]
     name: str = ""
     data: str = ""
 
     def curve(self, key: str, axis: str) -> list[tuple[float, float, float, float]]:
-        """Points (cost, mean, minimum, maximum) over seeds, at the steps that all runs logged."""
+        """Return points (cost, mean, minimum, maximum) over seeds, at the steps that all runs logged."""
         curves = [dict(run.curves.get(key, ())) for run in self.runs]
         steps = sorted(set.intersection(*map(set, curves)))
         points = []
@@ -147,12 +148,12 @@ class Arm:
         return points
 
     def values(self, key: str) -> list[float]:
-        """The newest value of a key in each run that has it."""
+        """Return the newest value of a key in each run that has it."""
         return [run.newest[key] for run in self.runs if key in run.newest]
 
 
-def metrics_of(file: Path) -> Lines:
-    """Read the complete lines of a `metrics.jsonl`, which may grow meanwhile."""
+def read_metrics(file: Path) -> Lines:
+    """Read the complete lines of a `metrics.jsonl`, which may still grow."""
     if not file.is_file():
         return []
     with file.open("rb") as opened:
@@ -166,48 +167,48 @@ def metrics_of(file: Path) -> Lines:
     return lines
 
 
-def grouped(runs: Sequence[Run]) -> list[Arm]:
-    """Group runs into arms, one data set after the other, and name the arms by the choices that differ."""
+def group_runs(runs: Sequence[Run]) -> list[Arm]:
+    """Group runs into arms, data set by data set, and name the arms by the choices that differ."""
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
         groups.setdefault(tuple(sorted(run.settings.items())), []).append(run)
-    of_data: dict[str, list[Arm]] = {}
+    by_data: dict[str, list[Arm]] = {}
     for members in groups.values():
         arm = Arm(sorted(members, key=lambda run: (run.seed, run.name)))
-        of_data.setdefault(arm.runs[0].settings["data.entries"], []).append(arm)
-    names = [arms[0].runs[0].data for arms in of_data.values()]
-    for name, (entries, arms) in zip(names, of_data.items(), strict=True):
+        by_data.setdefault(arm.runs[0].settings["data.entries"], []).append(arm)
+    names = [arms[0].runs[0].data for arms in by_data.values()]
+    for name, (entries, arms) in zip(names, by_data.items(), strict=True):
         _name(arms)
         for arm in arms:
             arm.data = name if names.count(name) == 1 else f"{name} ({entries})"
-    return [arm for arms in of_data.values() for arm in arms]
+    return [arm for arms in by_data.values() for arm in arms]
 
 
 def sections(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
-    """The arms of each data set, by its name."""
+    """Return the arms of each data set, by its name."""
     return {
         data: [arm for arm in arms if arm.data == data] for data in dict.fromkeys(arm.data for arm in arms)
     }
 
 
 def _name(arms: Sequence[Arm]) -> None:
-    """Name arms of one data set by the method and by the chosen keys that differ, or else by their runs."""
+    """Name the arms of a data set by the method and the chosen keys that differ, or else by their runs."""
     keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.overrides)
     keys = [key for key in keys if key not in UNNAMED and not is_in(key, SAME_ARM)]
     keys = [key for key in ("method", *keys) if len({arm.runs[0].chosen(key) for arm in arms}) > 1]
     short = [re.split(r"[./]", key)[-1] for key in keys]
     for arm in arms:
-        said = []
+        choices = []
         for key, label in zip(keys, short, strict=True):
             if (value := arm.runs[0].chosen(key)) is not None:
                 label = key if short.count(label) > 1 else label
-                said.append(value if key == "method" else f"{label}={value}")
-        arm.name = ", ".join(said)
+                choices.append(value if key == "method" else f"{label}={value}")
+        arm.name = ", ".join(choices)
     names = [arm.name for arm in arms]
     for arm in arms:
         if names.count(arm.name) > 1 or not arm.name:
             arm.name = ", ".join(filter(None, [arm.name, arm.runs[0].name]))
-        if len(arm.name) > MAX_NAME:  # runs often differ at the end
+        if len(arm.name) > MAX_NAME:  # keep the end, where names often differ
             half = (MAX_NAME - 3) // 2
             arm.name = f"{arm.name[:half]}...{arm.name[-half:]}"
     names = [arm.name for arm in arms]
@@ -217,15 +218,15 @@ def _name(arms: Sequence[Arm]) -> None:
 
 
 def differences(arms: Sequence[Arm]) -> list[str]:
-    """The keys whose values differ between arms, the method first."""
-    settings = [arm.runs[0].settings for arm in arms]
-    keys = dict.fromkeys(key for each in settings for key in each)
-    different = [key for key in keys if len({each.get(key) for each in settings}) > 1]
+    """Return the keys whose values differ between arms, the method first."""
+    arm_settings = [arm.runs[0].settings for arm in arms]
+    keys = dict.fromkeys(key for settings in arm_settings for key in settings)
+    different = [key for key in keys if len({settings.get(key) for settings in arm_settings}) > 1]
     return sorted(different, key=lambda key: key != "method")
 
 
 def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
-    """The mean over seeds and half of its 95 % interval (Student's t), infinite for one seed."""
+    """Return the mean over seeds and half of its 95 % interval (Student's t), infinite for one seed."""
     from scipy.stats import t
 
     n = len(values)
@@ -233,7 +234,7 @@ def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
 
 
 def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
-    """A row for each arm: its cost and its newest scores, as mean ± half interval."""
+    """Return a row for each arm: its cost and its newest scores, as mean ± half interval."""
     rows = []
     for arm in arms:
         first = arm.runs[0]
@@ -249,7 +250,7 @@ def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
 
 
 def shown_keys(arms: Sequence[Arm]) -> list[str]:
-    """The keys of losses and scores, without single noise levels and without what only monitors a run."""
+    """Return the keys of losses and scores, without single noise levels and monitoring values."""
     runs = [run for arm in arms for run in arm.runs]
     keys = dict.fromkeys(key for run in runs for key in run.newest)
     scored = {key for run in runs for line in run.lines if "evaluation_time_sec" in line for key in line}
@@ -257,7 +258,7 @@ def shown_keys(arms: Sequence[Arm]) -> list[str]:
 
 
 def as_text(rows: Sequence[dict[str, str]]) -> str:
-    """A table for the terminal, without the scores of single files."""
+    """Format a table for the terminal, without the scores of single files."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if ": " not in key]
     lines = [keys, ["---"] * len(keys), *([row.get(key, "") for key in keys] for row in rows)]
     cells = ([cell.replace("|", "/") for cell in line] for line in lines)
@@ -271,7 +272,7 @@ def printable(text: str) -> str:
 
 
 def as_csv(arms: Sequence[Arm]) -> str:
-    """A line for each run with all its newest values."""
+    """Return a CSV table with a line for each run and all its newest values."""
     return csv_text([_csv_row(arm, run) for arm in arms for run in arm.runs])
 
 
@@ -284,6 +285,6 @@ def _csv_row(arm: Arm, run: Run) -> dict[str, Any]:
 
 
 def _no_formula(value: Any) -> Any:
-    """Quote a text that a spreadsheet would take for a formula: a run may come from elsewhere."""
+    """Quote a text that a spreadsheet would run as a formula: a run may come from elsewhere."""
     is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{value}" if is_formula else value

@@ -1,5 +1,5 @@
-"""Detectors, one file each: detector(images (N, H, W, C) uint8) -> {name: features (N, ...)}.
+"""Detectors, one per file: detector(images (N, H, W, C) uint8) -> {name: features (N, ...)}.
 
-One with `fit(images, labels)` learns from the images of the reference first, on the first rank; `record`, if
-any, describes it; one that runs on several ranks gives `num_features` by name.
+A detector with `fit(images, labels)` is fitted on the images of the reference, on the first rank. An optional
+`record` describes the detector. A detector that runs on several ranks declares `num_features` by name.
 """

@@ -4,7 +4,7 @@ import numpy as np
 
 
 class PixelDetector:
-    """The pixels themselves, in [0, 1]."""
+    """The pixels in [0, 1] as features."""
 
     def __call__(self, images: np.ndarray) -> dict[str, np.ndarray]:
         """images (N, H, W, C) uint8 -> pixels (N, H * W * C) float64."""
@@ -12,7 +12,7 @@ class PixelDetector:
 
 
 class DigitClassifier(PixelDetector):
-    """The pixels, and a support vector classifier that tells which digit an image shows."""
+    """The pixels as features, and the digit that a support vector classifier recognises."""
 
     def fit(self, images: np.ndarray, labels: np.ndarray) -> None:
         """Fit the classifier on real digits (N, H, W, C) uint8 and their classes."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 class GlyphClassifier:
-    """A small convolutional classifier on the CPU: the same for the same images and number of threads."""
+    """A convolutional classifier on the CPU, reproducible for the same images and number of threads."""
 
     WIDTHS, NUM_FEATURES = (32, 64, 128), 128
     MAX_IMAGES, EPOCHS, BATCH_SIZE, LR = 2**14, 4, 128, 5e-3
@@ -19,11 +19,11 @@ class GlyphClassifier:
     def fit(self, images: np.ndarray, labels: np.ndarray) -> None:
         """Fit the classifier on real images (N, H, W, C) uint8 and their classes."""
         generator = torch.Generator().manual_seed(0)
-        chosen = torch.randperm(len(images), generator=generator)[: self.MAX_IMAGES].numpy()
-        with torch.random.fork_rng(devices=[]):  # scores leave the draws of training alone
+        indices = torch.randperm(len(images), generator=generator)[: self.MAX_IMAGES].numpy()
+        with torch.random.fork_rng(devices=[]):  # training's random state stays unchanged
             torch.default_generator.manual_seed(0)
             self._build(images.shape[-1], int(labels.max()) + 1)
-        self._fit(_pixels(images[chosen]), torch.from_numpy(labels[chosen]), generator)
+        self._fit(_pixels(images[indices]), torch.from_numpy(labels[indices]), generator)
 
     @torch.no_grad()
     def __call__(self, images: np.ndarray) -> dict[str, np.ndarray]:
@@ -35,12 +35,12 @@ class GlyphClassifier:
 
     def _build(self, in_channels: int, num_classes: int) -> None:
         layers: list[nn.Module] = []
-        for before, after in pairwise((in_channels, *self.WIDTHS)):
-            conv = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
-            layers += [conv, nn.BatchNorm2d(after), nn.ReLU()]
+        for width_in, width_out in pairwise((in_channels, *self.WIDTHS)):
+            conv = nn.Conv2d(width_in, width_out, 3, stride=2, padding=1, bias=False)
+            layers += [conv, nn.BatchNorm2d(width_out), nn.ReLU()]
         linear = nn.Linear(self.WIDTHS[-1] * 4**2, self.NUM_FEATURES)
         layers += [nn.AdaptiveAvgPool2d(4), nn.Flatten(), linear, nn.ReLU()]  # (N, F)
-        # Features of unit variance give a distance its scale.
+        # Unit variance gives distances a fixed scale.
         layers.append(nn.BatchNorm1d(self.NUM_FEATURES, affine=False))
         self._hidden = nn.Sequential(*layers).to(memory_format=torch.channels_last)  # twice as fast
         self._output = nn.Linear(self.NUM_FEATURES, num_classes)

@@ -1,6 +1,6 @@
-"""Weights drawn at random for the Inception network, to try all commands without a download.
+"""Random weights for the Inception network, to try all commands without a download.
 
-Scores by such a network mean nothing, and say so in their names.
+Scores with random weights mean nothing; their names say so.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from runtime.files import atomic_write
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Draw weights whose features neither vanish nor explode; names and shapes are those of torchvision."""
+    """Draw weights whose features neither vanish nor explode; names and shapes are torchvision's."""
     from torchvision.models import inception_v3
 
     generator = torch.Generator().manual_seed(0)
@@ -33,7 +33,7 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def write_random_weights(file: Path) -> Path:
-    """Write a file of weights that is marked as random."""
+    """Write random weights to a file, with a mark that says so."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as partial:
         torch.save({**random_state(), RANDOM_MARK: torch.ones(1)}, partial)

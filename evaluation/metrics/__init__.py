@@ -1,4 +1,4 @@
-"""Metrics, one file each: metric(reference, samples) -> {key: value}."""
+"""Metrics, one per file: metric(reference, samples) -> {key: value}."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ Array = np.ndarray | torch.Tensor
 
 
 class Metric:
-    """A score of the features of samples against those of a reference, which may hold statistics alone.
+    """Base class of metrics, which compare the features of samples with a reference's features or statistics.
 
-    A subclass sets what it needs and writes `__call__`; a YAML file of `configs/evaluation/` names it.
+    A subclass sets the attributes and implements `__call__`; a YAML file in `configs/evaluation/` names it.
 
     Attributes:
-        keys: of the scores that it returns.
-        needs: the statistics that it uses.
-        min_images: fewer cannot be scored.
-        needs_labels: True if it uses the labels of the samples.
-        higher_is_better: of all its scores.
+        keys: names of the scores.
+        needs: the statistics that the metric uses, as (kind, name of features).
+        min_images: minimum number of images.
+        needs_labels: True if the metric uses the labels of the samples.
+        higher_is_better: True if a higher value is better, for all scores of the metric.
     """
 
     keys: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class Metric:
 
     @property
     def needs_of_reference(self) -> tuple[Need, ...]:
-        """The statistics of the reference that it uses; without them it is left out."""
+        """The statistics of the reference that the metric uses; if one is missing, the metric is left out."""
         return self.needs
 
     def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
@@ -39,7 +39,7 @@ class Metric:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """The settings that the scores depend on."""
+        """Return the settings that the scores depend on."""
         settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {"name": type(self).__name__} | {k: v for k, v in settings.items() if k != "needs"}
 

@@ -9,11 +9,11 @@ from evaluation.statistics import FeatureStatistics
 
 
 class FrechetDistance(Metric):
-    """The distance of Gaussians with the mean and the covariance of the features.
+    """The Frechet distance between Gaussians with the mean and covariance of the features.
 
     Args:
-        key: of the score.
-        features: name of the features that the detector gives.
+        key: name of the score.
+        features: name of the detector's features.
     """
 
     def __init__(self, key: str, features: str):
@@ -21,7 +21,7 @@ class FrechetDistance(Metric):
         self.needs = ((FeatureStatistics, features),)
 
     def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
-        ours, theirs = (found[FeatureStatistics, self.features] for found in (samples, reference))
+        ours, theirs = (stats[FeatureStatistics, self.features] for stats in (samples, reference))
         distance = frechet_distance(ours.mean, ours.covariance, theirs.mean, theirs.covariance)
         return {self.keys[0]: distance}
 
@@ -38,20 +38,20 @@ def frechet_distance(mu1: Array, sigma1: Array, mu2: Array, sigma2: Array) -> fl
         sigma1, sigma2: covariances (F, F).
 
     Raises:
-        ValueError: shapes that differ, or values that are not finite.
+        ValueError: the shapes differ, or a value is not finite.
     """
     from scipy.linalg import eigvalsh
 
     mu1, sigma1, mu2, sigma2 = (torch.as_tensor(a).double().cpu().numpy() for a in (mu1, sigma1, mu2, sigma2))
     if mu1.shape != mu2.shape or sigma1.shape != sigma2.shape or sigma1.shape != (*mu1.shape, *mu1.shape):
         shapes = f"{mu1.shape}, {sigma1.shape} and {mu2.shape}, {sigma2.shape}"
-        raise ValueError(f"features of {shapes} cannot be compared")
+        raise ValueError(f"means and covariances {shapes} cannot be compared")
     if not all(np.isfinite(a).all() for a in (mu1, sigma1, mu2, sigma2)):
         raise ValueError("means and covariances must be finite")
     factor = _factor(sigma1)  # (F, rank)
     squares = eigvalsh(factor.T @ sigma2 @ factor, check_finite=False) if factor.size else np.zeros(1)
     trace_of_root = np.sqrt(squares.clip(min=0)).sum()
-    # d^2 = |mu1 - mu2|^2 + tr(sigma1 + sigma2 - 2 (sigma1 sigma2)^(1/2)), below 0 by rounding alone
+    # d^2 = |mu1 - mu2|^2 + tr(sigma1 + sigma2 - 2 (sigma1 sigma2)^(1/2)), negative only by rounding
     distance = np.square(mu1 - mu2).sum() + np.trace(sigma1) + np.trace(sigma2) - 2 * trace_of_root
     return max(0.0, float(distance))
 

@@ -6,11 +6,11 @@ import torch
 from evaluation.features import FeatureSet
 from evaluation.metrics import Array, Metric
 
-SPLIT_SIZE = 5000  # images over which one score is taken
+SPLIT_SIZE = 5000  # images in a split
 
 
 class InceptionScore(Metric):
-    """The inception score of the probabilities of classes (`probs`) of the samples alone."""
+    """The inception score of the samples' class probabilities (`probs`); it uses no reference."""
 
     keys = ("is",)
     higher_is_better = True
@@ -24,10 +24,10 @@ class InceptionScore(Metric):
 
 
 class SplitScores:
-    """Inception score over contiguous splits of images that come in order.
+    """Inception score over contiguous splits, computed from batches in order.
 
     Args:
-        split_size: images of a split; a short last split counts like the others. None: SPLIT_SIZE.
+        split_size: images in a split; a short last split counts like the others. None: SPLIT_SIZE.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class SplitScores:
     ):
         self.split_size = split_size or SPLIT_SIZE
         num_splits = -(-num_images // self.split_size)
-        # Of each split: its images, the sum of p log p, and the sum of p of each class.
+        # For each split: number of images, sum of p log p, and sum of p for each class.
         self._sums = torch.zeros(num_splits, 2 + num_classes, dtype=torch.float64, device=device)
 
     def update(self, probs: np.ndarray | torch.Tensor, start: int) -> "SplitScores":
-        """Add probabilities (N, classes) of the images from position `start` on; return self."""
+        """Add probabilities (N, classes) of the images that start at index `start`; return self."""
         probs = torch.as_tensor(probs).to(self._sums)
         splits = torch.arange(start, start + len(probs), device=probs.device) // self.split_size
         # xlogy: 0 log 0 = 0.

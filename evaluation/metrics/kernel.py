@@ -18,10 +18,10 @@ class KernelDistance(Metric):
         self.subset_size, self.num_subsets, self.seed = subset_size, num_subsets, seed
 
     def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
-        theirs, ours = (found[AllFeatures, "pool"].features for found in (reference, samples))
+        theirs, ours = (stats[AllFeatures, "pool"].features for stats in (reference, samples))
         subset_size = max(2, min(self.subset_size, min(len(theirs), len(ours)) // 2))
-        found = kernel_distance(theirs, ours, subset_size, self.num_subsets, self.seed)
-        return dict(zip(self.keys, found, strict=True))
+        distance = kernel_distance(theirs, ours, subset_size, self.num_subsets, self.seed)
+        return dict(zip(self.keys, distance, strict=True))
 
 
 def kernel_distance(
@@ -35,10 +35,10 @@ def kernel_distance(
 
     Args:
         reference_features, sample_features: (N, F) and (M, F).
-        subset_size: drawn from both sets without replacement; at most the smaller set.
+        subset_size: features drawn from each set, without replacement; at most the size of the smaller set.
 
     Raises:
-        ValueError: fewer than 2 features, feature lengths that differ, or features that are not finite.
+        ValueError: fewer than 2 features, different feature lengths, or features that are not finite.
     """
     reference, samples = comparable(reference_features, sample_features, at_least=2)
     subset_size = min(subset_size, len(reference), len(samples))

@@ -6,7 +6,7 @@ from evaluation.statistics import AllFeatures
 
 
 class LabelAccuracy(Metric):
-    """The share of samples that a classifier (`classes`) takes for the class of their label."""
+    """The share of samples that a classifier (`classes`) assigns to the class of their label."""
 
     keys = ("label_accuracy",)
     higher_is_better = True

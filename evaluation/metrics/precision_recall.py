@@ -10,15 +10,15 @@ from evaluation.precision import strict_fp32
 from evaluation.statistics import AllFeatures
 
 MAX_BLOCK = 10_000
-BYTES_PER_DISTANCE = 20  # with its copies in fp16 and fp32, and those that are sorted
+BYTES_PER_DISTANCE = 20  # including the fp16 and fp32 copies and the sorted ones
 
 
 class PrecisionRecall(Metric):
     """Improved precision and recall.
 
     Args:
-        features: name of the features that the detector gives.
-        exact: distances in fp32; those of the original are rounded to fp16.
+        features: name of the detector's features.
+        exact: compute distances in fp32; the original rounds them to fp16.
         device: where to compute; None: on the CPU.
     """
 
@@ -37,9 +37,9 @@ class PrecisionRecall(Metric):
         self.min_images = k + 1
 
     def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
-        theirs, ours = (found[AllFeatures, self.features].features for found in (reference, samples))
-        found = precision_recall(theirs, ours, k=self.k, exact=self.exact, device=self._device)
-        return dict(zip(self.keys, found, strict=True))
+        theirs, ours = (stats[AllFeatures, self.features].features for stats in (reference, samples))
+        scores = precision_recall(theirs, ours, k=self.k, exact=self.exact, device=self._device)
+        return dict(zip(self.keys, scores, strict=True))
 
 
 def precision_recall(
@@ -52,19 +52,19 @@ def precision_recall(
 ) -> tuple[float, float]:
     """Return improved precision and recall.
 
-    Precision is the share of samples within the ball of any reference image, whose radius is the distance to
-    its k-th nearest neighbour among the reference images; recall exchanges the two sets.
+    The ball of a reference image reaches to its k-th nearest neighbour among the reference images. Precision
+    is the share of samples inside any of these balls. Recall exchanges the two sets.
 
     Args:
         reference_features, sample_features: (N, F) and (M, F).
-        exact: distances in fp32. The default rounds as the original does, in fp16, and takes fp32 for a block
-            in which a distance overflows.
+        exact: compute distances in fp32. The default rounds them to fp16 like the original, and uses fp32 for
+            a block in which a distance overflows.
         device: where to compute; None: where the features are.
-        block_size: rows and columns of distances in memory at a time; None: 10,000, or as many as a GPU has
-            room for.
+        block_size: rows and columns of distances in memory at a time; None: 10,000, or fewer if the GPU's
+            free memory is small.
 
     Raises:
-        ValueError: a set of k members or fewer, feature lengths that differ, or features not finite.
+        ValueError: a set has at most k members, feature lengths differ, or a feature is not finite.
     """
     reference, samples = comparable(reference_features, sample_features, at_least=k + 1, device=device)
     block_size = block_size or _block_size(reference.device)
@@ -84,7 +84,7 @@ def precision_recall(
 
 
 def _block_size(device: torch.device) -> int:
-    """Return the side of a block of distances that takes at most half of a GPU's free memory."""
+    """Return a block size whose distances take at most half of a GPU's free memory."""
     if device.type != "cuda":
         return MAX_BLOCK
     free, _ = torch.cuda.mem_get_info(device)
@@ -92,7 +92,7 @@ def _block_size(device: torch.device) -> int:
 
 
 def _radii(features: torch.Tensor, k: int, exact: bool, block_size: int) -> torch.Tensor:
-    """Return the squared distance (N,) of each member to its k-th nearest neighbour, itself not counted."""
+    """Return the squared distance (N,) of each member to its k-th nearest neighbour, itself excluded."""
     radii = []
     for rows in features.split(block_size):
         nearest = torch.empty(len(rows), 0, device=features.device)

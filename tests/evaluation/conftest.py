@@ -1,4 +1,4 @@
-"""One file of random Inception weights, and one network of them, for all tests of the room."""
+"""Random Inception weights and a network with them, shared by all tests of this folder."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The suite on a few images: an Inception network of random weights, or projections where any features do."""
+"""The suite on a few images, with a random Inception network, or projections where any features will do."""
 
 import os
 import zipfile
@@ -33,7 +33,7 @@ from tests.evaluation.test_metrics import plain_precision_recall
 from tests.inception import Projections, Remembering, adm_suite
 
 RNG = np.random.default_rng(0)
-# Of one colour each: in three dimensions some lie near each other, and some do not.
+# Images of one colour: in three dimensions some are near each other and some are not.
 SAMPLES, REFERENCE = (
     RNG.integers(0, most, (count, 1, 1, 3), dtype=np.uint8).repeat(4, axis=1).repeat(4, axis=2)
     for most, count in ((200, 22), (256, 17))
@@ -41,8 +41,8 @@ SAMPLES, REFERENCE = (
 DETECTOR, FEW = Projections(), Projections({"pool": 32, "spatial": 24, "probs": 8})
 
 
-class InAnyOrder(NpzImages):
-    """Whose batches come as from several processes."""
+class ReversedImages(NpzImages):
+    """Images whose batches arrive out of order, as from several processes."""
 
     def batches(self, *arguments):
         return [*super().batches(*arguments)][::-1]
@@ -57,7 +57,7 @@ def folder(tmp_path):
 
 def scores(folder, reference, detector=DETECTOR, **options):
     suite = adm_suite(detector, open_reference(folder / reference, open_images), **options)
-    return suite.score(InAnyOrder(folder / "samples.npz"))
+    return suite.score(ReversedImages(folder / "samples.npz"))
 
 
 def moments(f):
@@ -66,7 +66,7 @@ def moments(f):
 
 
 def plain_distance(one, other):
-    """The published definition, by the matrix square root, in the few dimensions that the features span."""
+    """The published definition by the matrix square root, in the subspace that the features span."""
     basis = torch.linalg.qr(torch.cat([one, other]).double().T).Q
     (mu1, sigma1), (mu2, sigma2) = moments(one.double() @ basis), moments(other.double() @ basis)
     return ((mu1 - mu2) ** 2).sum() + np.trace(sigma1 + sigma2 - 2 * sqrtm(sigma1 @ sigma2).real)
@@ -78,10 +78,10 @@ def test_scores_agree_with_the_definitions(weights, folder):
     one, other = detector(images[:9]), detector(images[9:])
     np.savez(folder / "samples.npz", images[:9])
     np.savez(folder / "images.npz", images[9:])
-    found = scores(folder, "images.npz", detector)
-    assert not found.left_out
-    # The covariances are singular, and the matrix square root of such is good to some digits only.
-    values = found.values
+    suite_scores = scores(folder, "images.npz", detector)
+    assert not suite_scores.left_out
+    # The covariances are singular: the matrix square root is accurate to a few digits.
+    values = suite_scores.values
     assert values["fid9"] == pytest.approx(plain_distance(one["pool"], other["pool"]), rel=1e-3)
     assert values["sfid9"] == pytest.approx(plain_distance(one["spatial"], other["spatial"]), rel=1e-3)
     p = one["logits"].double().softmax(1).numpy()
@@ -94,72 +94,74 @@ def test_scores_agree_with_the_definitions(weights, folder):
     assert values.keys() == {"fid9", "sfid9", "is9", "precision9", "recall9", "kid9", "kid_std9"}
 
 
-def test_what_a_reference_does_not_hold_is_left_out_with_the_reason(folder):
+def test_scores_without_their_reference_are_left_out_with_the_reason(folder):
     mu, sigma = moments(DETECTOR(REFERENCE)["pool"])
     np.savez(folder / "edm.npz", mu=mu, sigma=sigma)
-    found = scores(folder, "edm.npz")
-    assert found.values.keys() == {"fid22", "is22"}
-    assert found.left_out == {
+    partial = scores(folder, "edm.npz")
+    assert partial.values.keys() == {"fid22", "is22"}
+    assert partial.left_out == {
         "sfid22": "the reference has no mu_s and sigma_s",
         **dict.fromkeys(
             ("precision22", "recall22", "kid22", "kid_std22"), "the reference has no images (arr_0)"
         ),
     }
     whole = scores(folder, "images.npz", precision_recall=False, kid=False)
-    assert whole.values["fid22"] == pytest.approx(found.values["fid22"], rel=1e-6)
+    assert whole.values["fid22"] == pytest.approx(partial.values["fid22"], rel=1e-6)
     assert not whole.left_out
 
 
-def test_a_reference_keeps_images_evenly_spaced_and_the_statistics_of_all(folder, monkeypatch):
+def test_a_reference_holds_evenly_spaced_images_and_the_statistics_of_all(folder, monkeypatch):
     monkeypatch.setattr("evaluation.reference.NUM_KEPT", 6)
-    images = InAnyOrder(folder / "images.npz")
+    images = ReversedImages(folder / "images.npz")
     record = make_reference(DETECTOR, images, folder / "made.npz", 3, ALONE)
     assert record == {"num_images": 17, "num_kept": 6, "shape": (4, 4, 3), "batch_size": 3}
     with np.load(folder / "made.npz") as made:
         assert made.files == ["arr_0", "weights", "mu", "sigma", "mu_s", "sigma_s"]
         assert (made["arr_0"] == REFERENCE[[0, 2, 5, 8, 11, 14]]).all()
     assert evenly_spaced(3, 6).tolist() == [0, 1, 2]
-    of_all, of_kept = (scores(folder, name).values for name in ("images.npz", "made.npz"))
+    complete, stored = (scores(folder, name).values for name in ("images.npz", "made.npz"))
     for metric in ("fid22", "sfid22"):
-        assert of_kept[metric] == pytest.approx(of_all[metric], rel=1e-6)
+        assert stored[metric] == pytest.approx(complete[metric], rel=1e-6)
     kept, samples = DETECTOR(REFERENCE[[0, 2, 5, 8, 11, 14]])["pool"], DETECTOR(SAMPLES)["pool"]
-    assert (of_kept["precision22"], of_kept["recall22"]) == precision_recall(kept, samples)
+    assert (stored["precision22"], stored["recall22"]) == precision_recall(kept, samples)
     assert open_reference(folder / "made.npz", open_images).made_by == DETECTOR.record["tensors_sha256"]
 
 
 @pytest.mark.parametrize(("detector", "made_by"), [(DETECTOR, "other"), (PixelDetector(), None)])
-def test_statistics_are_of_no_use_to_another_detector(detector, made_by):
-    """Also to one whose features have the same name and size."""
+def test_statistics_of_another_detector_are_refused(detector, made_by):
+    """Also if its features have the same name and size."""
     statistics = {(FeatureStatistics, "pool"): Gaussian(np.zeros(2048), np.eye(2048))}
-    asked = {"num_samples": 5, "labels": "random", "launch": Launch()}
+    options = {"num_samples": 5, "labels": "random", "launch": Launch()}
     metrics = {"distance": FrechetDistance("fd", "pool")}
-    with pytest.raises(ValueError, match=r"statistics .* are of another network than (none|PixelDetector)"):
-        Suite(Reference(statistics=statistics, made_by=made_by), detector=detector, metrics=metrics, **asked)
+    with pytest.raises(ValueError, match=r"statistics .* were not made with (none|PixelDetector)"):
+        Suite(
+            Reference(statistics=statistics, made_by=made_by), detector=detector, metrics=metrics, **options
+        )
 
 
-def test_features_are_kept_and_split_by_the_positions_of_their_images(folder, monkeypatch):
+def test_features_are_kept_and_split_in_the_order_of_their_images(folder, monkeypatch):
     monkeypatch.setattr("evaluation.metrics.inception_score.SPLIT_SIZE", 9)
-    images = InAnyOrder(folder / "samples.npz")
+    images = ReversedImages(folder / "samples.npz")
     needs = [(AllFeatures, "pool"), (FeatureStatistics, "spatial"), (SplitScores, "probs")]
     parts = [*extract(FEW, images, batch_size=3, launch=ALONE)]
-    found = add_up([dict(part) for part in parts], needs, 22, ALONE.device)
-    features, (kept, spatial, splits) = FEW(SAMPLES), (found[need] for need in needs)
+    total = add_up([dict(part) for part in parts], needs, 22, ALONE.device)
+    features, (kept, spatial, splits) = FEW(SAMPLES), (total[need] for need in needs)
     np.testing.assert_allclose(kept.features, features["pool"], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(spatial.mean, features["spatial"].double().mean(dim=0), rtol=1e-5, atol=1e-5)
     assert splits.score() == pytest.approx(inception_score(features["probs"], split_size=9), rel=1e-6)
-    with pytest.raises(ValueError, match="21 images came instead of 22"):
+    with pytest.raises(ValueError, match="the parts hold 21 images, must hold 22"):
         add_up(parts[:-1], needs, 22, ALONE.device)
 
 
 def test_precision_recall_and_kernel_distance_follow_the_protocol(folder):
     reference, samples = (FEW(images)["pool"] for images in (REFERENCE, SAMPLES))
     for exact in (False, True):
-        found = scores(folder, "images.npz", FEW, exact_distances=exact).values
+        values = scores(folder, "images.npz", FEW, exact_distances=exact).values
         expected = precision_recall(reference, samples, k=3, exact=exact)
-        assert (found["precision22"], found["recall22"]) == expected
+        assert (values["precision22"], values["recall22"]) == expected
     expected = kernel_distance(reference, samples, subset_size=8, num_subsets=100, seed=0)
-    assert (found["kid22"], found["kid_std22"]) == pytest.approx(expected, rel=1e-4)
-    assert found["precision22"] != found["recall22"]
+    assert (values["kid22"], values["kid_std22"]) == pytest.approx(expected, rel=1e-4)
+    assert values["precision22"] != values["recall22"]
 
 
 def test_parts_are_split_to_the_detectors_size():
@@ -181,7 +183,7 @@ def test_parts_are_split_to_the_detectors_size():
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"mu": np.zeros(2048)}, "must hold both of mu and sigma, or neither"),
+        ({"mu": np.zeros(2048)}, "must hold both mu and sigma, or neither"),
         ({"mu": np.zeros(64), "sigma": np.eye(64)}, "mu is (64,), must be (2048,): of another network"),
         ({"mu": np.zeros(2048), "sigma": np.full((2048, 2048), np.nan)}, "sigma must be finite"),
         ({"mu": np.zeros(2048), "sigma": -np.eye(2048)}, "symmetric, without negative eigenvalues"),
@@ -197,15 +199,21 @@ def test_files_that_are_not_references_are_refused(tmp_path, arrays, message):
     np.savez(file := tmp_path / "reference.npz", **arrays)
     if isinstance(arrays.get("arr_0"), bytes):
         file.write_bytes(file.read_bytes()[:-40])
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(ValueError) as error:
         open_reference(file, open_images)
-    assert message in str(found.value)
-    assert "reference.npz" in str(found.value)
+    assert message in str(error.value)
+    assert "reference.npz" in str(error.value)
+
+
+def test_a_folder_of_latents_needs_another_suite(tmp_path):
+    (tmp_path / "latents.npy").touch()
+    with pytest.raises(ValueError, match=r"is a folder of latents, .*: use suite=digits, suite=glyphs or"):
+        open_reference(tmp_path, open_images)
 
 
 @pytest.mark.parametrize(("name", "method"), [("mu", zipfile.ZIP_LZMA), ("arr_0", zipfile.ZIP_BZIP2)])
-def test_a_reference_packed_as_numpy_does_not_is_refused(tmp_path, method, name):
-    """Even where what is packed is damaged."""
+def test_a_reference_with_another_compression_than_numpys_is_refused(tmp_path, method, name):
+    """Even if the compressed data is damaged."""
     with zipfile.ZipFile(tmp_path / "x.npz", "w", method) as archive:
         archive.writestr(f"{name}.npy", bytes(10_000))
     data = bytearray((tmp_path / "x.npz").read_bytes())
@@ -229,34 +237,32 @@ def test_images_that_cannot_be_scored_are_refused(num_images, shape, options, me
         suite.check(num_images, shape, "samples")
 
 
-def test_scores_are_strict_fp32_whatever_else_is_allowed(weights, monkeypatch):
-    """Every product and convolution of a score runs without TF32; what was allowed before is allowed again
-    afterwards.
-    """
-    found = []
+def test_scores_are_strict_fp32_also_if_tf32_is_allowed(weights, monkeypatch):
+    """Every product and convolution of a score runs without TF32; the previous setting returns afterwards."""
+    settings = []
 
-    def look(*_):
-        found.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+    def record(*_):
+        settings.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
 
     def matmul(a, b, plain=torch.Tensor.__matmul__):
-        look()
+        record()
         return plain(a, b)
 
     detector = InceptionDetector(weights, allow_unpublished=True)
     monkeypatch.setattr(torch.Tensor, "__matmul__", matmul)
     start_process()
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (True, True)
-    hook = detector._network.Conv2d_1a_3x3.register_forward_hook(look)
+    hook = detector._network.Conv2d_1a_3x3.register_forward_hook(record)
     features = detector(SAMPLES[:2])["pool"].repeat(2, 1)
     hook.remove()
     for exact in (False, True):
         precision_recall(features, features, exact=exact)
-    assert set(found) == {(False, False)}
-    assert len(found) > 5
+    assert set(settings) == {(False, False)}
+    assert len(settings) > 5
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (True, True)
 
 
-def test_a_reference_that_cannot_be_used_shows_before_samples_are_drawn(tmp_path):
+def test_a_damaged_reference_is_refused_before_samples_are_drawn(tmp_path):
     (tmp_path / "images").mkdir()
     for i, mode in enumerate(("RGB", "RGB", "RGB", "RGB", "L")):
         Image.fromarray(REFERENCE[i]).convert(mode).save(tmp_path / "images" / f"{i}.png")
@@ -272,8 +278,8 @@ def test_a_reference_that_cannot_be_used_shows_before_samples_are_drawn(tmp_path
 
 def test_few_samples_and_unpublished_weights_give_warnings():
     one, two, three = adm_suite(DETECTOR, Reference()).warnings(22, (4, 4, 3))
-    assert "checked by names and shapes alone" in one
-    assert "published scores are of 50,000 samples" in two
+    assert "checked by names and shapes only" in one
+    assert "published scores use 50,000 samples" in two
     assert "the covariance is singular" in three
 
 
@@ -292,7 +298,7 @@ GOLDEN = ("ADM_WEIGHTS", "ADM_REFERENCE", "ADM_SAMPLES")
     f"inception imagenet256 golden256`",
 )
 def test_published_scores_of_adm():
-    """Scores that the original gives for the samples of ADM-G and ADM-U, ImageNet 256x256. [ADM]"""
+    """The original's scores for the samples of ADM-G and ADM-U, ImageNet 256x256. [ADM]"""
     weights, reference, samples = (os.environ[name] for name in GOLDEN)
     launch = Launch(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     options = {"batch_size": 64, "kid": False, "launch": launch}

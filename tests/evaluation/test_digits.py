@@ -31,7 +31,7 @@ def dataset(tmp_path_factory):
 
 
 def suite_of(name, dataset, **options):
-    """Build the suite of a file of configs/evaluation/ against the training images."""
+    """Build a suite of configs/evaluation/ against the training images."""
     node = validated(f"evaluation={name}").evaluation.changed(options)
     return scoring.build_suite(node, references.reference_of(dataset, IdentityEncoder(), "data"), ALONE)
 
@@ -52,46 +52,46 @@ def test_scores_tell_good_from_bad(dataset):
     assert scored(suite, images[:1].repeat(50, axis=0), labels[:50])["fd_pixel"] > 3
 
 
-def test_the_reference_is_the_digits_of_the_training_alone(dataset, tmp_path):
-    """In fid.py and in a training: digits that are held out are for comparison."""
+def test_the_reference_is_only_the_training_digits(dataset, tmp_path):
+    """In fid.py and during training; held-out digits are for comparison."""
     reference, held_out = (
         real_images(dataset, ids, IdentityEncoder()) for ids in (dataset.train_ids, dataset.held_out_ids)
     )
     images, labels = reference[0][:40], reference[1][:40]
     np.savez(tmp_path / "s.npz", images, labels)
     folder = Path(dataset.stored.filename).parent
-    asked = ("suite=digits", f"samples={tmp_path / 's.npz'}", f"reference={folder}")
+    request = ("suite=digits", f"samples={tmp_path / 's.npz'}", f"reference={folder}")
     with pytest.raises(UserError, match="label 50 must be a class of the reference, from 0 to 9"):
         np.savez(tmp_path / "others.npz", images, labels + 50)
-        fid.main(composed(asked[0], f"samples={tmp_path}/others.npz", asked[2], config_name="fid"))
-    fid.main(composed(*asked, config_name="fid"))
-    found = json.loads((tmp_path / "s.scores.json").read_text())
+        fid.main(composed(request[0], f"samples={tmp_path}/others.npz", request[2], config_name="fid"))
+    fid.main(composed(*request, config_name="fid"))
+    record = json.loads((tmp_path / "s.scores.json").read_text())
     suite = suite_of("digits", dataset)
     means = [reference[0][reference[1] == i % 10].mean(axis=0).round() for i in range(40)]
     rows = {"class means": (np.stack(means).astype(np.uint8), np.arange(40) % 10), "held-out real": held_out}
-    assert found["values"] == scored(suite, images, labels)
-    assert found["comparisons"] == {
+    assert record["values"] == scored(suite, images, labels)
+    assert record["comparisons"] == {
         name: {"n": len(row[0]), **scored(suite, *row)} for name, row in rows.items()
     }
     options = ("data=digits", *TINY[1:], f"data.path={folder}", "evaluation=digits", "train.eval_every=2")
     trainer, run = tiny_trainer(tmp_path / "run", *options)
-    (of_run,) = (evaluator for _, evaluator in trainer.evaluators if isinstance(evaluator, ScoreSamples))
-    assert scored(of_run.suite, *held_out) == scored(suite, *held_out)
+    (evaluator,) = (evaluator for _, evaluator in trainer.evaluators if isinstance(evaluator, ScoreSamples))
+    assert scored(evaluator.suite, *held_out) == scored(suite, *held_out)
     *_, record = run.manifest()["scores"]
     assert (record["detector"]["name"], record["num_samples"]) == ("DigitClassifier", 500)
     run.unlock()
 
 
-def test_labels_that_a_metric_needs_must_be_there(dataset):
+def test_missing_labels_that_a_metric_needs_are_refused(dataset):
     with pytest.raises(ValueError, match="label_accuracy cannot be computed: the samples have no labels"):
         scored(suite_of("digits", dataset), np.zeros((9, 8, 8, 1), np.uint8), None)
 
 
-def test_a_detector_that_is_fitted_works_on_the_first_rank_alone():
+def test_a_detector_that_is_fitted_takes_no_batch_size():
     reference = Reference(images=ArrayImages(np.zeros((9, 8, 8, 1), np.uint8)), labels=np.arange(9))
-    asked = {"num_samples": 5, "labels": "random", "launch": Launch(0, 2), "batch_size": 3}
-    with pytest.raises(ValueError, match="batch_size must be null for a detector that is fitted"):
-        Suite(reference, detector=DigitClassifier(), metrics={"accuracy": LabelAccuracy()}, **asked)
+    options = {"num_samples": 5, "labels": "random", "launch": Launch(0, 2), "batch_size": 3}
+    with pytest.raises(ValueError, match="batch_size=3 must be null for a detector that is fitted"):
+        Suite(reference, detector=DigitClassifier(), metrics={"accuracy": LabelAccuracy()}, **options)
 
 
 class Drawn(ArrayImages):
@@ -104,7 +104,7 @@ class Drawn(ArrayImages):
         self.labels, self.key = lambda: labels, dict
 
 
-def test_a_training_scores_what_is_drawn(dataset, tmp_path):
+def test_a_training_scores_the_drawn_samples(dataset, tmp_path):
     images, classes = real_images(dataset, dataset.train_ids, IdentityEncoder())
     suite, drawn = suite_of("digits", dataset), Drawn(images[:200], classes[:200])
     assert ScoreSamples(suite, drawn, tmp_path / "p")(step=1) == scored(suite, images[:200], classes[:200])
@@ -117,11 +117,11 @@ def test_a_reference_too_large_for_memory_is_refused(dataset, monkeypatch):
         references.reference_of(dataset, IdentityEncoder(), "data")
 
 
-def test_classes_take_turns_in_a_picture():
+def test_classes_alternate_in_a_picture():
     labels = np.array([3, 1, 1, 0, 3, 3, 1, 2])
     order = in_turn(labels)
     assert labels[order].tolist() == [0, 1, 2, 3, 1, 3, 1, 3]
-    assert order.tolist() == [3, 1, 7, 0, 2, 4, 6, 5], "the first of a class first"
+    assert order.tolist() == [3, 1, 7, 0, 2, 4, 6, 5], "images of a class keep their order"
 
 
 def test_pictures(tmp_path, dataset):
@@ -140,7 +140,7 @@ def test_pictures(tmp_path, dataset):
     assert rows[0].shape == (68, 136, 3)
 
 
-def test_captions_stand_above_the_first_row_that_they_are_of(tmp_path):
+def test_captions_are_above_the_first_row_with_new_ones(tmp_path):
     images = np.full((6, 64, 64, 1), 100, np.uint8)
     plain = save_grid(images, tmp_path / "plain.png", 2)
     same = save_grid(images, tmp_path / "same.png", 2, ["a", "b"] * 3)

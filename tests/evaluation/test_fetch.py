@@ -1,4 +1,4 @@
-"""Downloads, from a server in this process."""
+"""Test downloads with a server in this process."""
 
 import hashlib
 import io
@@ -15,14 +15,14 @@ from tests.programs import start
 
 
 class Server(SimpleHTTPRequestHandler):
-    """Serve a folder; a file called cut-* ends half way."""
+    """Serve a folder; send only half of a file called cut-*."""
 
     def copyfile(self, source, outputfile):
         content = source.read()
         outputfile.write(content[: len(content) // 2] if "cut" in self.path else content)
 
     def log_message(self, *_):
-        """Say nothing of requests."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -68,17 +68,17 @@ def test_another_file_than_the_published_one_is_refused(server, tmp_path):
     assert (tmp_path / "weights.pth").read_bytes() == b"mine"
 
 
-def test_a_download_that_breaks_is_refused_where_no_hash_is_published(server, tmp_path):
+def test_a_broken_download_is_refused_without_a_published_hash(server, tmp_path):
     assert fetch(published(server, "batch.npz", npz()), tmp_path).read_bytes() == npz()
-    with pytest.raises(ValueError, match="is cut off, or not an"):
+    with pytest.raises(ValueError, match="is truncated, or not an"):
         fetch(published(server, "cut-batch.npz", npz()), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["batch.npz"]
 
 
 def test_without_a_connection_the_manual_way_is_printed(tmp_path):
-    nobody = {"https_proxy": "http://127.0.0.1:9"}
+    offline = {"https_proxy": "http://127.0.0.1:9"}
     options = ("-m evaluation.fetch", "files=[inception]", f"folder={tmp_path}")
-    result = start(*options, check=False, variables=nobody)
+    result = start(*options, check=False, variables=offline)
     file = PUBLISHED["inception"]
     assert result.returncode == 1
     assert result.stderr.startswith("error: inception: ")

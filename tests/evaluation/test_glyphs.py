@@ -1,4 +1,4 @@
-"""Scores of glyphs; what they share with those of digits is tested there."""
+"""Test the scores of glyphs; test_digits.py tests the code that both suites share."""
 
 import sys
 
@@ -51,16 +51,16 @@ def test_scores_tell_good_from_bad(suite, held_out):
 
 
 def test_features_have_a_scale(suite, reference):
-    found = suite.detector(reference[0])
-    features, classes = found["hidden"], found["classes"]
+    outputs = suite.detector(reference[0])
+    features, classes = outputs["hidden"], outputs["classes"]
     assert (features.shape, features.dtype, classes.shape) == ((3100, 128), np.float64, (3100,))
     assert np.abs(features.mean(axis=0)).max() < 0.5
     assert 0.8 < np.median(features.std(axis=0)) < 1.2
     alone = suite.detector(reference[0][700:701])["hidden"]
-    assert np.allclose(alone, features[700:701], atol=1e-4), "an image does not depend on those beside it"
+    assert np.allclose(alone, features[700:701], atol=1e-4), "features do not depend on the batch"
 
 
-def test_a_classifier_is_the_same_every_time_and_leaves_other_draws_alone(reference, held_out):
+def test_a_classifier_is_reproducible_and_keeps_the_global_random_state(reference, held_out):
     torch.manual_seed(5)
     expected, _ = torch.rand(3), torch.manual_seed(5)
     first, again = GlyphClassifier(), GlyphClassifier()

@@ -15,8 +15,8 @@ class Scaled(torch.nn.Module):
         self.factor = torch.nn.Parameter(torch.tensor(factor))
 
 
-class OfLatents:
-    """A loss that is the latents times the factor of the denoiser, at times 0, 1, 2 ... of a batch."""
+class LatentLoss:
+    """A loss equal to the latents times the denoiser's factor, at times 0, 1, 2 ... in a batch."""
 
     def __init__(self):
         self.seen = []
@@ -32,31 +32,31 @@ class OfLatents:
 
 
 def test_a_held_out_loss_is_the_mean_over_all_entries_of_all_processes():
-    """Of batches that are not equal; the other process has three entries of loss 11."""
-    denoisers, loss_fn = {"plain": Scaled(1.0), "average": Scaled(2.0).eval()}, OfLatents()
+    """The batches differ in size; the other process has three entries of loss 11."""
+    denoisers, loss_fn = {"plain": Scaled(1.0), "average": Scaled(2.0).eval()}, LatentLoss()
     loss = DenseLoss(
         denoisers, loss_fn, lambda: iter(BATCHES), lambda sums: sums + torch.tensor([33, 3]), CPU
     )
     assert loss(0) == pytest.approx({"plain": (3 + 5 + 33) / 7, "average": (6 + 10 + 33) / 7})
     assert loss_fn.seen == 2 * [(0, [0, 0, 0], None, False, False), (4, [1], MASKS, False, False)]
-    assert not any(denoiser.training for denoiser in denoisers.values()), "who trains sets the mode for it"
+    assert not any(denoiser.training for denoiser in denoisers.values()), "denoisers stay in eval mode"
 
 
-class Known(EDMLoss):
-    """EDM's times, and a loss that tells them."""
+class TimeLoss(EDMLoss):
+    """A loss equal to the log of EDM's times."""
 
     def __call__(self, denoiser, latents, labels, t, generator, mask):
         assert torch.rand((), generator=generator) < 1, "the noise is drawn after the times"
         return t.log() * denoiser.factor
 
 
-def test_the_loss_is_told_at_levels_of_noise_that_are_as_likely():
+def test_the_loss_is_split_by_equally_likely_noise_levels():
     batches = [(index, torch.ones(1000), None, None) for index in range(10)]
     denoisers = {"first": Scaled(1.0), "second": Scaled(2.0)}
-    found = DenseLoss(denoisers, Known(), lambda: iter(batches), lambda sums: sums, CPU, ("second",))(0)
-    levels = {float(key.removeprefix("second/t=")): found[key] for key in found if "/" in key}
-    assert len(levels) == 5, "of the one that is asked for"
-    assert sum(levels.values()) / 5 == pytest.approx(found["second"], abs=0.02), (
+    losses = DenseLoss(denoisers, TimeLoss(), lambda: iter(batches), lambda sums: sums, CPU, ("second",))(0)
+    levels = {float(key.removeprefix("second/t=")): losses[key] for key in losses if "/" in key}
+    assert len(levels) == 5, "only for the key in by_level"
+    assert sum(levels.values()) / 5 == pytest.approx(losses["second"], abs=0.02), (
         "a fifth of the draws in each"
     )
     # ln(sigma) ~ N(-1.2, 1.2^2): its median in the middle, and the means of the outer fifths 1.4 sd away.

@@ -69,8 +69,8 @@ def test_images_are_resized_by_the_rule_of_the_graph(detector, size):
     np.testing.assert_allclose(seen[0][0].permute(1, 2, 0).numpy(), expected, atol=2e-4)
 
 
-def test_the_network_is_not_that_of_torchvision(detector):
-    """The graph leaves padding out of its averages, and takes a maximum in its last block."""
+def test_the_network_differs_from_torchvisions(detector):
+    """The graph excludes padding from its averages, and uses max pooling in its last block."""
     network = inception_v3(weights=None, num_classes=1008, aux_logits=False, init_weights=False).eval()
     network.load_state_dict(state())
     network.fc = torch.nn.Identity()
@@ -80,7 +80,7 @@ def test_the_network_is_not_that_of_torchvision(detector):
     assert not torch.allclose(theirs, detector(image)["pool"], rtol=0.05)
 
 
-def test_features_do_not_depend_on_the_rest_of_the_batch_nor_on_autocast(detector):
+def test_features_depend_neither_on_the_batch_nor_on_autocast(detector):
     with torch.autocast("cpu", torch.bfloat16):
         inside = detector(IMAGES)
     assert torch.equal(inside["pool"], detector(IMAGES)["pool"])
@@ -97,7 +97,7 @@ def test_features_do_not_depend_on_the_rest_of_the_batch_nor_on_autocast(detecto
         np.zeros((8, 8, 3), np.uint8),
     ],
 )
-def test_images_of_another_kind_are_refused(detector, images):
+def test_images_of_another_type_or_shape_are_refused(detector, images):
     with pytest.raises(ValueError, match=r"must be uint8 \(N, H, W, 3\)"):
         detector(images)
 
@@ -114,12 +114,12 @@ def test_random_weights_are_used_and_marked(tmp_path, weights):
         _, record = read_weights(source, allow_unpublished=True)
         assert record["checked"] == checked
         suite = adm_suite(SimpleNamespace(record=record), images)
-        assert suite.named("fid", 4) == key
+        assert suite.score_name("fid", 4) == key
         mean_nothing = [w for w in suite.warnings(4, IMAGES.shape[1:]) if "these scores mean nothing" in w]
         assert len(mean_nothing) == (checked == NOTHING_CHECKED)
 
 
-def test_weights_that_are_not_finite_are_found(tmp_path):
+def test_weights_that_are_not_finite_are_refused(tmp_path):
     damaged = {**state(), "fc.weight": state()["fc.weight"] * float("nan")}
     torch.save(damaged, tmp_path / "nan.pth")
     with pytest.raises(ValueError, match="not finite"):
@@ -128,11 +128,11 @@ def test_weights_that_are_not_finite_are_found(tmp_path):
 
 def test_files_that_are_not_the_weights_are_refused(tmp_path, weights):
     def refused(file, *words, **options):
-        with pytest.raises((ValueError, FileNotFoundError)) as found:
+        with pytest.raises((ValueError, FileNotFoundError)) as error:
             InceptionDetector(file, **options)
         for word in (str(file), "python -m evaluation.fetch files=[inception]", *words):
-            assert word in str(found.value)
-        assert "\n" not in str(found.value)
+            assert word in str(error.value)
+        assert "\n" not in str(error.value)
 
     published = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
     refused(tmp_path / "nowhere.pth", "not found", published)

@@ -38,7 +38,7 @@ def test_frechet_distance_agrees_with_the_matrix_square_root(ranks):
 
 
 @pytest.mark.parametrize("rank", [None, 3])
-def test_a_set_is_at_no_distance_from_itself(rank):
+def test_the_distance_of_a_set_from_itself_is_zero(rank):
     for size in (2, 3, 10, 39):
         sigma = random_covariance(size, rank)
         assert 0 <= frechet_distance(np.ones(size), sigma, np.ones(size), sigma) < 1e-5
@@ -57,8 +57,7 @@ def test_inception_score_closed_forms():
     certain = np.eye(10)[np.arange(1000) % 10]
     assert inception_score(certain) == pytest.approx(10)
     assert inception_score(np.full((1000, 10), 0.1)) == pytest.approx(1)
-    # Splits are contiguous and in order: sorted classes score 1 in each split of one class; a short split
-    # counts.
+    # Splits are contiguous: a split with one class scores 1. A short last split counts like the others.
     assert inception_score(np.eye(10)[np.repeat(np.arange(10), 100)], split_size=100) == pytest.approx(1)
     assert inception_score(np.eye(2)[[0, 1, 0, 1, 0]], split_size=4) == pytest.approx((2 + 1) / 2)
 
@@ -83,13 +82,10 @@ def test_features_that_cannot_be_compared_are_refused():
 
 
 def plain_distances(a, b, exact=False):
-    """|u|^2 - 2 u.v + |v|^2 of arrays that are fp16 from the first to the last step, which numpy keeps so; in
-    fp32 where one overflows, or where distances are `exact`."""
+    """|u|^2 - 2 u.v + |v|^2 in fp16 at every step; in fp32 if a distance overflows or with `exact`."""
     with np.errstate(over="ignore", invalid="ignore"):
         u, v = a.astype(np.float16), b.astype(np.float16)
-        norm_u, norm_v = (
-            np.square(x).sum(axis=1)[:, None] for x in (u, v)
-        )  # numpy adds up fp16 numbers in fp32
+        norm_u, norm_v = (np.square(x).sum(axis=1)[:, None] for x in (u, v))  # numpy sums fp16 in fp32
         product = np.einsum("if,jf->ij", u, v, dtype=np.float32).astype(np.float16)
         d = np.maximum(norm_u - 2 * product + norm_v.T, 0)
         assert d.dtype == np.float16
@@ -114,8 +110,7 @@ def plain_precision_recall(reference, samples, k, block_size, exact=False):
 
 def test_fp16_distances_round_in_the_order_of_the_original():
     rng = np.random.default_rng(5)
-    # Eighths: sums are exact in fp32, in whatever order. Of these the squares are rounded down, by about as
-    # much as fp16 can.
+    # Eighths: fp32 sums are exact in any order. Keep the values whose squares fp16 rounds down the most.
     values = np.arange(300, dtype=np.float32) / 8
     values = values[np.square(values).astype(np.float16) < (1 - 3e-4) * np.square(values)]
     a, b = (rng.choice(values[values < most], (40, 120)) for most in (12, 30))
@@ -123,16 +118,14 @@ def test_fp16_distances_round_in_the_order_of_the_original():
     assert (norms != in_half).mean() > 0.3
     got = _squared_distances(torch.from_numpy(a), torch.from_numpy(b), exact=False).numpy()
     np.testing.assert_array_equal(got, plain_distances(a, b))
-    # Both orders occur: rows are reference images, columns samples.
+    # The order matters: rows are reference images, columns are samples.
     assert (got != plain_distances(b, a).T).any()
 
 
 @pytest.mark.parametrize("block_size", [64, 1000])
 @pytest.mark.parametrize("scale", [1, 12, 14])
 def test_half_precision_distances_agree_with_numpy(block_size, scale):
-    """Whole numbers: sums are exact in fp32. At 1 there are many ties; at 12 fp16 rounds; at 14 blocks
-    overflow.
-    """
+    """Integers: fp32 sums are exact. Scale 1 has many ties, at 12 fp16 rounds, at 14 blocks overflow."""
     rng = np.random.default_rng(1)
     reference = np.rint(np.abs(rng.standard_normal((200, 160)) * scale)).astype(np.float32)
     samples = np.rint(np.abs(rng.standard_normal((300, 160)) * scale * 1.05)).astype(np.float32)
@@ -149,7 +142,7 @@ def test_half_precision_distances_agree_with_numpy(block_size, scale):
 
 @pytest.mark.parametrize("seed", [12, 35])
 def test_rows_of_distances_are_reference_images_and_columns_samples(seed):
-    """Of these numbers fp16 rounds the two orders so differently that recall moves, or precision."""
+    """With these numbers fp16 rounds the two orders differently enough to change recall or precision."""
     rng = np.random.default_rng(seed)
     reference, samples = (rng.integers(8, 13, (30, 40)).astype(np.float32) for _ in range(2))
     got = precision_recall(reference, samples)
@@ -158,7 +151,7 @@ def test_rows_of_distances_are_reference_images_and_columns_samples(seed):
 
 
 def test_ties_count_as_inside():
-    # Each point's third neighbour is exactly 1 away, and so is the other set: nothing but <= covers it.
+    # Each point's third neighbour is exactly 1 away, and so is the other set: only <= covers it.
     square = np.array([[0, 0], [1, 0], [0, 1], [1, 1]], np.float32)
     assert precision_recall(square * [1, 0], square * [1, 0] + [2, 0], k=2) == (0.5, 0.5)
     assert precision_recall(square * [1, 0], square * [1, 0] + [2.01, 0], k=2, exact=True) == (0.0, 0.0)
@@ -177,7 +170,7 @@ def test_kernel_distance_agrees_with_the_library():
     mean, std = kernel_distance(reference, samples, subset_size=100, num_subsets=400)
     assert mean == pytest.approx(theirs["kernel_inception_distance_mean"], rel=0.05)
     assert std == pytest.approx(theirs["kernel_inception_distance_std"], rel=0.2)
-    # The whole sets in plain loops, without the terms of a point with itself.
+    # Compute the whole sets in plain loops, without the terms of a point with itself.
     x, y = reference[:6].numpy(), samples[:6].numpy()
     k = [[((a @ b) / 64 + 1) ** 3 for b in np.vstack([x, y])] for a in np.vstack([x, y])]
     within = sum(k[i][j] + k[6 + i][6 + j] for i in range(6) for j in range(6) if i != j) / 30
@@ -186,13 +179,13 @@ def test_kernel_distance_agrees_with_the_library():
     assert got == pytest.approx((within - 2 * across, 0), abs=1e-12)
 
 
-def test_the_subsets_of_a_kernel_distance_follow_from_its_seed():
+def test_the_seed_determines_the_subsets_of_a_kernel_distance():
     rng = np.random.default_rng(3)
     reference, samples = rng.random((30, 8)), rng.random((20, 8))
     one, again, other = (kernel_distance(reference, samples, 9, 5, seed) for seed in (0, 0, 1))
     assert one == again != other
     singles = [kernel_distance(reference, samples, 9, count)[0] for count in (1, 5)]
-    assert singles[0] != singles[1], "each subset is another"
+    assert singles[0] != singles[1], "the subsets differ"
 
 
 def test_inception_score_agrees_with_numpy():
@@ -234,13 +227,13 @@ def test_statistics_need_two_features():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_statistics_and_scores_on_a_gpu_are_those_on_the_cpu():
+def test_statistics_and_scores_agree_between_gpu_and_cpu():
     rng = np.random.default_rng(6)
     reference, samples = (
         np.rint(np.abs(rng.standard_normal((n, 160)) * 12)).astype(np.float32) for n in (200, 300)
     )
     assert precision_recall(reference, samples, device="cuda") == precision_recall(reference, samples)
-    torch.backends.cuda.matmul.allow_tf32 = True  # as training and sampling have it
+    torch.backends.cuda.matmul.allow_tf32 = True  # as in training and sampling
     a, b = (torch.from_numpy(rng.standard_normal((40, 160)).astype(np.float32)) for _ in range(2))
     exact = _squared_distances(a.cuda(), b.cuda(), exact=True).cpu()
     torch.testing.assert_close(exact, _squared_distances(a, b, exact=True), rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The runs that reports are written of, trained once."""
+"""Runs for the tests of reports, trained once."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from tests.runs import runs_to_compare
 
 @pytest.fixture(scope="session")
 def compared(tmp_path_factory):
-    """Dense and routed runs, of two seeds each; a test leaves them as they were."""
+    """Dense and routed runs with two seeds each; tests must not change them."""
     return runs_to_compare(tmp_path_factory.mktemp("compared"))

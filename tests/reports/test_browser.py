@@ -1,4 +1,4 @@
-"""The page in a browser: clicks, no errors, nothing from elsewhere, in the dark and on a phone."""
+"""The report page in headless Chromium: clicks, no errors, no requests, dark mode, a phone."""
 
 import shutil
 
@@ -14,7 +14,7 @@ PHONE, DESK = {"width": 390, "height": 844}, {"width": 1280, "height": 900}
 @pytest.fixture(scope="module")
 def pages(compared):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reports.page.MAX_PANELS", 2)  # each takes a tenth of a second
+        patch.setattr("reports.page.MAX_PANELS", 2)  # a panel takes a tenth of a second
         write_reports(ReportsConfig([str(compared[0])]))
         write_reports(ReportsConfig([str(run) for run in compared]))
     return [compared[0] / "report.html", compared[0].parent / "report.html"]
@@ -33,21 +33,21 @@ def browser():
 
 @pytest.fixture
 def show(browser):
-    """Open a page in a window, and hold what it says and asks for to nothing."""
-    said = []
+    """Open a page in a window; no message, error or request may occur."""
+    events = []
 
     def show(file, viewport=DESK, scheme="light"):
         window = browser.new_page(viewport=viewport, color_scheme=scheme)
-        window.on("console", lambda message: said.append(message.text))
-        window.on("pageerror", lambda error: said.append(str(error)))
+        window.on("console", lambda message: events.append(message.text))
+        window.on("pageerror", lambda error: events.append(str(error)))
         window.on(
-            "request", lambda request: said.append(request.url) if request.url.startswith("http") else None
+            "request", lambda request: events.append(request.url) if request.url.startswith("http") else None
         )
         window.goto(file.as_uri())
         return window
 
     yield show
-    assert said == []
+    assert events == []
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["run", "comparison"])
@@ -68,7 +68,7 @@ def test_a_click_shows_the_curves_against_another_axis(pages, show, index):
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["run", "comparison"])
-def test_a_page_is_read_in_the_dark_and_on_a_phone(pages, show, index):
+def test_a_page_has_a_dark_mode_and_fits_a_phone(pages, show, index):
     light, dark = (show(pages[index], scheme=scheme).screenshot() for scheme in ("light", "dark"))
     assert light != dark
     window = show(pages[index], viewport=PHONE)
@@ -76,7 +76,7 @@ def test_a_page_is_read_in_the_dark_and_on_a_phone(pages, show, index):
 
 
 @pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
-def test_a_click_enlarges_a_picture_and_another_one_undoes_it(pages, show, viewport):
+def test_a_click_enlarges_a_picture_and_a_second_click_restores_it(pages, show, viewport):
     window = show(pages[0], viewport=viewport)
     picture = window.get_by_alt_text("over_time")
     before = picture.bounding_box()["width"]

@@ -1,4 +1,4 @@
-"""The page of a run and of several: complete, in one file, written again while a run continues."""
+"""The report page of one run and of several: complete, in one file, rewritten while a run continues."""
 
 import base64
 import csv
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from reports.__main__ import ReportsConfig, main, write_reports
-from reports.page import constants, levels_of, page, panels_of, pictures_of, standing
-from reports.runs import MAX_NAME, Run, as_csv, as_text, grouped, mean_and_half, metrics_of, table
+from reports.page import constants, levels_of, page, panels_of, pictures_of, status_line
+from reports.runs import MAX_NAME, Run, as_csv, as_text, group_runs, mean_and_half, read_metrics, table
 from tests.runs import composed, metrics
 from training.recorder import LEVEL
 from training.run_folder import RunFolder
@@ -29,15 +29,15 @@ def run(compared, tmp_path):
 
 @pytest.fixture
 def few_panels(monkeypatch):
-    """Draw a panel for each axis alone: each takes a tenth of a second."""
+    """Draw one panel for each axis: a panel takes a tenth of a second."""
     monkeypatch.setattr("reports.page.MAX_PANELS", 1)
 
 
 def pictures(text, kind):
-    return [base64.b64decode(found) for found in re.findall(f'src="data:image/{kind};base64,(.*?)"', text)]
+    return [base64.b64decode(code) for code in re.findall(f'src="data:image/{kind};base64,(.*?)"', text)]
 
 
-def test_a_page_has_curves_pictures_and_facts_and_needs_nothing_else(run, capsys):
+def test_a_page_has_curves_pictures_and_facts_in_one_file(run, capsys):
     write_reports(ReportsConfig([str(run)]))
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     text = (run / "report.html").read_text()
@@ -47,12 +47,12 @@ def test_a_page_has_curves_pictures_and_facts_and_needs_nothing_else(run, capsys
     assert "finished; step 6 of 6" in text
     last = metrics(run)[-1]
     assert f"val_loss_dense {last['val_loss_dense']:.4g}" in text
-    assert "selection_ratio 0.5" in text.split("did not change")[1]
+    assert "selection_ratio 0.5" in text.split("constant values")[1]
     assert re.search(r"batch_size: 8", text.split("configuration")[1])
     assert "http" not in re.sub(r"http-equiv|base64,[\w+/=]*", "", text)
 
 
-def test_curves_are_what_was_logged(run):
+def test_curves_show_the_logged_values(run):
     same = {"selection_ratio": 0.5, "images_per_sec": 4.0, "tflops_per_sec": 3.0}  # 2 s a step
     lines = [
         {"step": 1, "loss": 3.0, "grad_norm": 1.0, "num_images": 8, "train_time_sec": 60.0, **same},
@@ -64,9 +64,9 @@ def test_curves_are_what_was_logged(run):
     read = Run(RunFolder(run))
     assert read.curves["loss"] == [(1, 3.0), (3, 1.0)]
     assert constants([read]) == same
-    (arm,) = grouped([read])
+    (arm,) = group_runs([read])
     panels = panels_of([arm], constants([read]))
-    assert {title: [key for key, _, _ in of_panel] for title, of_panel in panels.items()} == {
+    assert {title: [key for key, _, _ in lines] for title, lines in panels.items()} == {
         "losses": ["loss", "val_loss_dense"],
         "grad_norm": ["grad_norm"],
     }
@@ -76,45 +76,45 @@ def test_curves_are_what_was_logged(run):
     assert levels_of([arm]) == {"val_loss_dense": [(arm.name, [(0.3, 4.0, 4.0, 4.0)])]}
 
 
-def test_the_time_that_is_left_counts_evaluations():
+def test_the_remaining_time_includes_evaluations():
     lines = [{"step": 2, **TIMES}, {"step": 2, "evaluation_time_sec": 20.0}]
-    said = standing({"status": "running"}, lines, 5, age_sec=9).split("; ")
-    assert said[:2] == ["running", "step 2 of 5"]
-    assert said[2:] == [
+    texts = status_line({"status": "running"}, lines, 5, age_sec=9).split("; ")
+    assert texts[:2] == ["running", "step 2 of 5"]
+    assert texts[2:] == [
         "0:01:00 of training, 0:00:20 of evaluation",
         "about 0:02:00 left",
         "newest values 0:00:09 ago",
     ]
     failed = {"status": "failed", "failure": {"reason": "no room"}}
-    assert standing(failed, [], 5, 0) == "failed; no room; no line of 5 steps yet"
+    assert status_line(failed, [], 5, 0) == "failed; no room; no step of 5 logged yet"
 
 
-def test_a_line_that_is_being_written_is_left_for_later_and_others_are_refused(run):
+def test_an_unfinished_last_line_is_ignored_and_a_damaged_one_refused(run):
     file = run / "metrics.jsonl"
-    before, text = metrics_of(file), file.read_text()
+    before, text = read_metrics(file), file.read_text()
     file.write_text(text + '{"step": 7, "lo')
-    assert metrics_of(file) == before
+    assert read_metrics(file) == before
     wrong = ("[]", '{"step": "<b>"}', '{"loss": 1.0}')
-    told = {'{"step": 7, "lo': "damaged"} | dict.fromkeys(wrong, "each line must be an object with a step")
-    for line, error in told.items():
+    errors = {'{"step": 7, "lo': "damaged"} | dict.fromkeys(wrong, "each line must be an object with a step")
+    for line, error in errors.items():
         file.write_text(f"{text}{line}\n")
         with pytest.raises(ValueError, match=error):
             write_reports(ReportsConfig([str(run)]))
 
 
 @pytest.mark.usefixtures("few_panels")
-def test_a_manifest_that_no_run_writes_is_refused(run):
+def test_a_damaged_manifest_is_refused(run):
     manifest = (run / "manifest.json").read_bytes()
     damage = {"status": None, "cost": {}, "routes": 3, "starts": [7], "speed_check": []}
     for key, value in damage.items():
         (run / "manifest.json").write_bytes(manifest)
         RunFolder(run).update({key: value})
-        with pytest.raises(ValueError, match="run is not as a run writes it"):
+        with pytest.raises(ValueError, match="run: a file of the run is damaged"):
             write_reports(ReportsConfig([str(run)]))
 
 
 @pytest.mark.usefixtures("few_panels")
-def test_what_happened_is_listed(run):
+def test_spikes_and_skipped_steps_are_listed(run):
     spike = {"step": 3, "loss_spikes": [{"step": 2, "loss": 9.0, "entries": [1]}], "skipped_steps": []}
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(spike) + "\n")
@@ -122,7 +122,7 @@ def test_what_happened_is_listed(run):
     assert "<th>loss_spikes</th><td>2</td>" in text and "<th>skipped_steps</th>" not in text
 
 
-def test_texts_of_a_run_are_shown_as_they_are(run):
+def test_texts_of_a_run_are_escaped(run):
     RunFolder(run).update({"command": "<script>"})
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "<i>": 1.0}\n')
@@ -132,7 +132,7 @@ def test_texts_of_a_run_are_shown_as_they_are(run):
     assert "<b>" not in text and "&lt;b&gt;run" in text
 
 
-def test_pictures_are_those_of_the_run_alone(run, tmp_path):
+def test_only_pictures_of_the_run_are_shown(run, tmp_path):
     samples, secret = run / "samples", tmp_path / "secret.png"
     secret.write_bytes(b"secret")
     (samples / "link.png").symlink_to(secret)
@@ -142,13 +142,13 @@ def test_pictures_are_those_of_the_run_alone(run, tmp_path):
     assert [file.name for file in pictures_of(run)] == ["step_00000006.png", "drawn.png", "over_time.png"]
 
 
-def test_what_is_no_run_is_told_with_the_nearest_one(run):
+def test_another_folder_is_refused_with_the_nearest_run(run):
     with pytest.raises(FileNotFoundError, match=r"is not a run directory .*: did you mean .*<b>run\?"):
         write_reports(ReportsConfig([str(run.with_name("<b>runs"))]))
 
 
 @pytest.mark.usefixtures("few_panels")
-def test_a_page_is_written_again_until_the_run_has_finished(run):
+def test_a_page_is_rewritten_until_the_run_has_finished(run):
     RunFolder(run).update({"status": "running"})
     file, refresh = run / "report.html", 'http-equiv="refresh" content="0.1"'
     file.unlink(missing_ok=True)
@@ -171,14 +171,14 @@ def test_a_page_is_written_again_until_the_run_has_finished(run):
 
 
 @pytest.mark.usefixtures("few_panels")
-def test_the_program_takes_a_pattern(run, monkeypatch):
+def test_runs_may_be_a_pattern(run, monkeypatch):
     monkeypatch.chdir(run.parent)
     main(composed("runs=[*run]", "out=pages", config_name="reports"))
     assert (run.parent / "pages/report.html").is_file()
 
 
-def test_runs_that_differ_in_the_seed_alone_are_one_arm(compared):
-    dense, routed = grouped([Run(RunFolder(run)) for run in reversed(compared)])[::-1]
+def test_runs_that_differ_only_in_the_seed_are_one_arm(compared):
+    dense, routed = group_runs([Run(RunFolder(run)) for run in reversed(compared)])[::-1]
     assert (dense.name, routed.name) == ("dit", "tread")
     assert [[run.seed for run in arm.runs] for arm in (dense, routed)] == [[0, 1], [0, 1]]
     curve, values = dense.curve("loss", "steps"), [run.newest["loss"] for run in dense.runs]
@@ -191,14 +191,14 @@ LONG = f"experiment={40 * 'x'}_end"
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [
-        # Of tread, tread and dit. What is swept is said of every arm that has it, also where it is a default.
+        # The runs: tread, tread, dit. A swept key is in the name of each arm, even as a default.
         (
             ["optimizer.lr=0.5 train.total_steps=6", "", "train.total_steps=6"],
             ["tread, lr=0.5", "tread, lr=0.0001", "dit, lr=0.0001"],
         ),
-        # Groups have options; what follows from one is not said.
+        # A group shows its option; the keys that follow from the option are not in the name.
         (["model/block=modern", "", "model=dit"], ["tread, block=modern", "tread", "dit"]),
-        # One key of two groups.
+        # Two groups have a key of the same name.
         (
             ["optimizer.lr=0.5 mine/lr=four", "", ""],
             [
@@ -206,29 +206,29 @@ LONG = f"experiment={40 * 'x'}_end"
                 *(f"{m}, optimizer.lr=0.0001" for m in ("tread", "dit")),
             ],
         ),
-        # Nothing was chosen: the name of the run tells them apart.
+        # No key was set: the name of the run is added.
         (["", "", ""], ["tread, tread_0", "tread, tread_1", "dit"]),
         ([LONG, "", "seed=3"], [f"tread, experiment={10 * 'x'}...{24 * 'x'}_end", "tread", "dit"]),
     ],
 )
-def test_arms_are_named_by_what_was_chosen(compared, overrides, names):
+def test_arms_are_named_by_the_keys_that_were_set(compared, overrides, names):
     dense, _, *routed = (Run(RunFolder(run)) for run in compared)
     runs = [*routed, dense]
     for i, (run, texts) in enumerate(zip(runs, overrides, strict=True)):
         run.manifest["overrides"] = texts.split()
-        run.config["recipe"] = f"a text that follows from what was chosen {i}"  # makes each an arm
+        run.config["recipe"] = f"a text that follows from other keys {i}"  # makes each run an arm
         for text in texts.split():
             key, _, value = text.partition("=")
             if "." in key:
                 group, last = key.split(".")
                 run.config[group][last] = type(run.config[group][last])(value)
-    arms = grouped(runs)
+    arms = group_runs(runs)
     assert [arm.name for arm in arms] == names
     assert all(len(name) <= MAX_NAME for name in names)
 
 
 @pytest.mark.usefixtures("few_panels")
-def test_each_data_set_has_a_section_of_its_own(compared, tmp_path, capsys):
+def test_each_data_set_has_a_section(compared, tmp_path, capsys):
     runs = [*compared]
     for run, entries in zip(compared[:2], ("other", "third"), strict=True):
         runs.append(Path(shutil.copytree(run, tmp_path / f"{entries}_{run.name}")))
@@ -241,12 +241,12 @@ def test_each_data_set_has_a_section_of_its_own(compared, tmp_path, capsys):
     sets = [f"synthetic ({first})", "synthetic (other)", "synthetic (third)"]
     assert headings == [*sets, "Runs", *sets], "tables, then pictures"
     assert printed.startswith(f"synthetic ({first})\n| arm ")
-    assert text.count('class="legend"') == 1, "one arm needs none"
+    assert text.count('class="legend"') == 1, "one arm needs no legend"
     assert text.count('name="axis"') == 3
 
 
 @pytest.mark.usefixtures("few_panels")
-def test_a_comparison_is_one_page_and_one_line_a_run(compared, capsys):
+def test_a_comparison_is_one_page_and_one_csv_line_per_run(compared, capsys):
     write_reports(ReportsConfig([*map(str, compared), str(compared[0].parent / "no_run.txt")]))
     printed = capsys.readouterr().out
     text = (compared[0].parent / "report.html").read_text()
@@ -264,7 +264,7 @@ def test_a_comparison_is_one_page_and_one_line_a_run(compared, capsys):
 
 
 @pytest.mark.usefixtures("few_panels")
-def test_what_cannot_be_read_is_left_out_of_a_comparison(compared, run, tmp_path, capsys):
+def test_unreadable_runs_are_left_out_of_a_comparison(compared, run, tmp_path, capsys):
     (run / "metrics.jsonl").write_text("[]\n")
     (tmp_path / "empty").mkdir()
     shutil.copytree(compared[1], tmp_path / "cost")
@@ -274,30 +274,30 @@ def test_what_cannot_be_read_is_left_out_of_a_comparison(compared, run, tmp_path
     (tmp_path / "unseeded/config.yaml").write_text(config.replace("seed: 1", "seeds: 1"))
     others = [str(tmp_path / name) for name in ("empty", "cost", "unseeded")]
     write_reports(ReportsConfig([str(compared[0]), str(run), *others], str(tmp_path)))
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
-    reasons = ("metrics.jsonl is damaged", "not a run directory", "not as a run writes it", "no seed")
-    assert all(reason in line for reason, line in zip(reasons, said, strict=True))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("left out: ")]
+    reasons = ("metrics.jsonl is damaged", "not a run directory", "a file of the run is damaged", "no seed")
+    assert all(reason in line for reason, line in zip(reasons, lines, strict=True))
     assert (tmp_path / "report.html").is_file()
-    with pytest.raises(ValueError, match="none of these is a run"):
+    with pytest.raises(ValueError, match="none of the folders can be read as a run"):
         write_reports(ReportsConfig([str(run), str(tmp_path / "empty")], str(tmp_path)))
-    with pytest.raises(ValueError, match=r"runs=\['none\*'\]: no folder has such a name"):
+    with pytest.raises(ValueError, match=r"runs=\['none\*'\]: no folder matches"):
         write_reports(ReportsConfig(["none*"]))
 
 
 @pytest.mark.usefixtures("few_panels")
-def test_a_page_warns_of_what_can_hardly_be_compared(compared):
+def test_a_page_notes_what_makes_runs_hard_to_compare(compared):
     runs = [Run(RunFolder(run)) for run in compared]
     assert "note:" not in page(runs)
     runs[0].manifest |= {"device": "NVIDIA <b>", "source_sha256": "other"}
     runs[0].manifest["data"]["manifest"]["num_held_out"] = 4
     text = page(runs)
-    assert "more than one device" in text and "more than one code" in text and "<b>" not in text
-    assert "held-out losses are of few images (4)" in text
+    assert "more than one device" in text and "more than one code version" in text and "<b>" not in text
+    assert "held-out losses use few images (4)" in text
 
 
-def test_texts_of_a_run_run_neither_in_a_spreadsheet_nor_in_a_terminal(compared):
+def test_texts_of_a_run_are_safe_in_a_spreadsheet_and_a_terminal(compared):
     read = Run(RunFolder(compared[0]))
     read.name, read.manifest["commit"] = "\x1b[2Jna|me", "=cmd()"
-    (arm,) = grouped([read])
+    (arm,) = group_runs([read])
     assert arm.name == "\x1b[2Jna|me" and "| [2Jna/me | 1 |" in as_text(table([arm]))
     assert ",'=cmd()," in as_csv([arm])
