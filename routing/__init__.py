@@ -1,6 +1,6 @@
-"""Which tokens travel: the routes of TREAD, and the gather and scatter that carry tokens around layers.
+"""Token routing for transformers [TREAD]: choose the tokens of a window, take them out, put them back.
 
-`routing.adapters`, routes in other people's transformers, is imported when one of its names is used.
+`routing.adapters`, which adds routes to other people's transformers, is imported on first use.
 """
 
 import importlib

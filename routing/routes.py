@@ -1,4 +1,4 @@
-"""Routes, windows of layers that a part of the tokens bypasses [TREAD], and what they do in one forward."""
+"""Routes: windows of layers that some of the tokens bypass [TREAD], and their options in a forward pass."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Router = Callable[..., torch.Tensor]  # see routing/routers
 
 @dataclass(frozen=True)
 class Route:
-    """A window of layers that a random part of the tokens bypasses.
+    """A window of layers that a fraction of the tokens bypasses.
 
     Args:
         selection_ratio: fraction of tokens that bypass the window, in [0, 1).
@@ -29,15 +29,15 @@ class Route:
 
 @dataclass(frozen=True)
 class Routing:
-    """What the routes of a network do in one forward pass.
+    """Options of all routes of a network in one forward pass.
 
     Args:
-        selection_ratio: fraction of tokens that bypass, of all routes or one for each in the order of the
-            layers; 0 is dense, 1 skips the windows. None: each route's own ratio in `train()` mode, dense in
-            `eval()` mode.
+        selection_ratio: fraction of tokens that bypass, in [0, 1]: one number for all routes, or one per
+            route in the order of the layers. 0 is dense, 1 skips the windows. None: each route's own ratio
+            in `train()` mode, dense in `eval()` mode.
         force_keep: (N, T) bool, tokens that must not bypass.
-        noise: for each route (N, T) in [0, 1), in place of what its router draws: for whoever must know, or
-            repeat, which tokens are kept.
+        noise: one tensor (N, T) in [0, 1) per route. It replaces the random draw of the router, so that the
+            caller knows which tokens are kept, or can repeat them.
     """
 
     selection_ratio: float | Sequence[float] | None = None
@@ -45,10 +45,10 @@ class Routing:
     noise: Sequence[torch.Tensor] | None = None
 
     def ratios(self, routes: Sequence[Route], active: bool) -> tuple[float, ...]:
-        """Return the ratio of each route; where none is given their own if `active`, and else 0.
+        """Return the ratio of each route. If none was given: its own if `active`, else 0.
 
         Raises:
-            ValueError: a ratio outside [0, 1], or not one for each route.
+            ValueError: a ratio is outside [0, 1], or the number of ratios is not the number of routes.
         """
         given = self.selection_ratio
         if given is None:
@@ -56,30 +56,30 @@ class Routing:
         ratios = tuple(given) if isinstance(given, Sequence) else (given,) * len(routes)
         fits = len(ratios) == len(routes) and (routes or not given)
         if not fits or not all(0 <= ratio <= 1 for ratio in ratios):
-            allowed = f"in [0, 1], for all routes or each of {len(routes)}"
-            raise ValueError(f"selection_ratio={given} must be {allowed}")
+            allowed = f"one number for all routes, or one for each of {len(routes)}"
+            raise ValueError(f"selection_ratio={given} must be in [0, 1]: {allowed}")
         return ratios
 
     def ids_keep(
         self, idx: int, ratio: float, x: torch.Tensor, router: Router, generator: torch.Generator | None
     ) -> torch.Tensor:
-        """Return which tokens of x (N, T, D) stay in the window of route `idx`: (N, K)."""
+        """Choose the tokens of x (N, T, D) that stay in the window of route `idx`: (N, K)."""
         noise = None if self.noise is None else self.noise[idx]
         num_kept = num_tokens_kept(x.shape[1], ratio)
         return router(x, num_kept, force_keep=self.force_keep, noise=noise, generator=generator)
 
 
 def resolve_routes(routes: Iterable[Route], depth: int, key: str = "model.routes") -> tuple[Route, ...]:
-    """Return the routes with non-negative layer indices, in the order in which the layers meet them.
+    """Return the routes with non-negative layer indices, in the order of the layers.
 
     Args:
         routes: routes as written by the user, in any order.
         depth: number of layers of the network.
-        key: what errors call the routes.
+        key: name of the routes in error messages.
 
     Raises:
-        ValueError: a ratio outside [0, 1), an index outside the depth, a start after its end, or two routes
-            that share a layer.
+        ValueError: a ratio is outside [0, 1), an index is outside the depth, a window starts after its end,
+            or two windows share a layer.
     """
     resolved = [(i, _resolve(f"{key}.{i}", route, depth)) for i, route in enumerate(routes)]
     resolved.sort(key=lambda item: item[1].start_layer_idx)
@@ -112,18 +112,18 @@ def _resolve(key: str, route: Route, depth: int) -> Route:
 def from_simpletuner(tread_config: dict[str, Any]) -> tuple[Route, ...]:
     """Read the routes of a `tread_config` of SimpleTuner: {"routes": [{"selection_ratio": ...}, ...]}.
 
-    routing/README.md has the differences.
+    routing/adapters/README.md lists the differences.
 
     Args:
-        tread_config: the value of that key, or a complete configuration that has it.
+        tread_config: the value of this key, or a complete configuration that contains it.
 
     Raises:
-        ValueError: a key that is missing or not known, or a value that is not a number.
+        ValueError: a key is missing or unknown, or a value is not a number.
     """
     tread_config = tread_config.get("tread_config", tread_config)
     routes = tread_config.get("routes") if isinstance(tread_config, dict) else None
     if not isinstance(routes, list) or len(tread_config) > 1:
-        raise ValueError(f"tread_config={tread_config} must have one key, routes, with a list")
+        raise ValueError(f"tread_config={tread_config} must have one key, routes, whose value is a list")
     kinds = {"selection_ratio": (int, float), "start_layer_idx": (int,), "end_layer_idx": (int,)}
     for i, route in enumerate(routes):
         is_complete = isinstance(route, dict) and set(route) == set(kinds)

@@ -1,7 +1,7 @@
-"""What the routes do at each training step: their schedule, and room for tokens that must not bypass.
+"""The ratio of each route at each training step: schedules, and room for tokens that must not bypass.
 
-Everything here is decided on the host, from numbers that are the same on all ranks, so that K is one number
-within a step and takes few values over a training: each is one shape to compile.
+All decisions are made on the host, from numbers that are the same on all ranks. K is therefore one number
+per step. It takes few values over a training run, because each value is one more shape to compile.
 """
 
 import math
@@ -15,8 +15,8 @@ from routing.tokens import num_tokens_kept
 
 SCHEDULES = ("constant", "linear", "cosine")
 OVERFLOWS = ("grow", "bypass")
-NUM_BUCKETS = 4  # sizes that K may grow to; the last is T
-RATIO_DIGITS = 4  # a scaled ratio is a short decimal again: 0.3 * (2 / 3) is 0.2
+NUM_BUCKETS = 4  # number of sizes that K may grow to; the last is T
+RATIO_DIGITS = 4  # scaled ratios are rounded to short decimals: 0.3 * (2 / 3) is 0.2
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,19 @@ class RoutePlan:
 
     Args:
         routes: the routes of the network.
-        num_tokens: T, tokens that may bypass.
-        total_steps: steps of the training.
-        schedule: `constant`, or how a factor on every ratio goes from `start_factor` to `end_factor`:
-            `linear`, `cosine`.
+        num_tokens: T, the number of tokens that may bypass.
+        total_steps: number of training steps.
+        schedule: `constant`, or the shape of a factor on every ratio that goes from `start_factor` to
+            `end_factor`: `linear` or `cosine`.
         start_factor: None is 1.
-        end_factor: must be given for a schedule that is not constant.
-        num_levels: how many values the factor takes.
-        off_last_steps: so many last steps are dense; the schedule ends before them.
-        force_keep_overflow: where a sample forces more tokens to stay than K: `grow` raises K for this step,
-            up to T; `bypass` lets those that come last for the router bypass and counts them.
+        end_factor: required unless the schedule is constant.
+        num_levels: number of values that the factor takes.
+        off_last_steps: number of dense steps at the end; the schedule ends before them. None: no dense steps.
+        force_keep_overflow: what happens if a sample forces more than K tokens to stay. `grow` raises K for
+            this step, up to T. `bypass` lets the tokens that the router ranks last bypass, and counts them.
 
     Raises:
-        ValueError: with the key, the value and the rule.
+        ValueError: an option is outside its range; the message names the key, the value and the rule.
     """
 
     routes: tuple[Route, ...]
@@ -69,7 +69,7 @@ class RoutePlan:
                     product = f"{factor} times selection_ratio={route.selection_ratio}"
                     raise ValueError(f"routing.{key}={product} of {_name(route)} must be in [0, 1)")
         if self.schedule != "constant" and self.end_factor is None:
-            raise ValueError(f"routing.schedule={self.schedule} needs routing.end_factor, the last factor")
+            raise ValueError(f"routing.schedule={self.schedule} needs routing.end_factor, the final factor")
         if self.schedule != "constant" and self.num_levels < 2:
             raise ValueError(f"routing.num_levels={self.num_levels} must be at least 2")
 
@@ -77,8 +77,8 @@ class RoutePlan:
         """Return the ratio of each route.
 
         Args:
-            step: steps done before this one.
-            num_forced: the largest number of forced tokens in a sample of this step, over all ranks.
+            step: number of steps before this one.
+            num_forced: largest number of forced tokens in one sample of this step, over all ranks.
         """
         if self.off_last_steps and step >= self.total_steps - self.off_last_steps:
             return (0.0,) * len(self.routes)
@@ -88,24 +88,24 @@ class RoutePlan:
         return tuple(grow_ratio(ratio, self.num_tokens, num_forced) for ratio in ratios)
 
     def routing(self, step: int, num_forced: int = 0, force_keep: torch.Tensor | None = None) -> Routing:
-        """The Routing of a step; arguments as in `ratios`, and force_keep (N, T) bool."""
+        """Return the Routing of a step. Arguments as in `ratios`; force_keep is (N, T) bool."""
         return Routing(self.ratios(step, num_forced), force_keep)
 
     def lengths(self, with_force_keep: bool) -> set[int]:
-        """Return every K that a step may have; T is always among them, outside of the windows."""
+        """Return all sequence lengths of a training run: every K, and T outside the windows."""
         grows = with_force_keep and self.force_keep_overflow == "grow"
         levels = {ratio for ratios in self._levels() for ratio in ratios}
         ratios = {r for level in levels for r in (_buckets(level) if grows else (level,))} | {0.0}
         return {num_tokens_kept(self.num_tokens, ratio) for ratio in ratios}
 
     def describe(self, with_force_keep: bool) -> list[str]:
-        """Describe the plan: a line for each route and one for the schedule."""
+        """Describe the plan: one line per route and one for the schedule."""
         T, grows = self.num_tokens, with_force_keep and self.force_keep_overflow == "grow"
         lines = []
         for route in self.routes:
             num_bypassing = T - num_tokens_kept(T, route.selection_ratio)
             blocks = f"blocks {route.start_layer_idx} to {route.end_layer_idx}"
-            fewer = ", fewer where masks force more to stay" if grows else ""
+            fewer = ", fewer if masks force more to stay" if grows else ""
             lines.append(f"{num_bypassing} of {T} tokens bypass {blocks} while training{fewer}")
         if self.routes and (self.schedule != "constant" or self.off_last_steps):
             levels = " -> ".join(", ".join(f"{ratio:g}" for ratio in ratios) for ratios in self._levels())
@@ -114,7 +114,7 @@ class RoutePlan:
         return lines
 
     def num_forced_bypassed(self, force_keep: torch.Tensor, ratios: Sequence[float]) -> torch.Tensor:
-        """Count, on the device, the forced tokens (N, T) that do not fit into the windows: a 0-d tensor."""
+        """Count the forced tokens (N, T) that do not fit into the windows; returns a 0-d tensor."""
         num_forced = force_keep.sum(dim=1)  # (N,)
         total = torch.zeros((), device=force_keep.device)
         for ratio in ratios:
@@ -127,7 +127,7 @@ class RoutePlan:
         return min(step * len(self._levels()) // active_steps, len(self._levels()) - 1)
 
     def _levels(self) -> list[tuple[float, ...]]:
-        """Return the ratios of all routes at each level, in the order of training."""
+        """Return the ratios of all routes at each level of the schedule, first to last."""
         if self.schedule == "constant" or self.end_factor is None:
             return [tuple(route.selection_ratio for route in self.routes)]
         start = 1.0 if self.start_factor is None else self.start_factor
@@ -142,13 +142,13 @@ class RoutePlan:
 
 
 def grow_ratio(selection_ratio: float, num_tokens: int, num_forced: int) -> float:
-    """Return the largest ratio, out of `selection_ratio` and a few below, at which `num_forced` tokens fit.
+    """Return the largest of a few ratios, up to `selection_ratio`, at which `num_forced` tokens fit.
 
-    For a training loop of your own: count the forced tokens of each sample where the data is loaded, agree on
-    the largest count, and give the network this ratio for the step. 0, the last one, is dense.
+    To use it in your own training loop, count the forced tokens of each sample where the data is loaded, take
+    the maximum over all ranks, and pass the returned ratio to the network. The smallest ratio is 0, dense.
 
     Raises:
-        ValueError: more forced tokens than there are.
+        ValueError: num_forced exceeds num_tokens.
     """
     if num_forced > num_tokens:
         raise ValueError(
@@ -158,7 +158,7 @@ def grow_ratio(selection_ratio: float, num_tokens: int, num_forced: int) -> floa
 
 
 def _name(route: Route) -> str:
-    # By its blocks: a network orders its routes by layer, whatever the order in the configuration.
+    # The network sorts its routes by layer, so an index may not be the one in the configuration.
     return f"the route of blocks {route.start_layer_idx} to {route.end_layer_idx}"
 
 

@@ -1,10 +1,10 @@
-"""Keep a part of the tokens of a sequence, and put them back among the others.
+"""Choose the tokens of each sample that stay in a window, take them out, and put them back.
 
-Shapes: N samples, T tokens that may bypass, P prefix tokens before them that never do, K tokens kept
-(processed by the window), D channels.
+Shapes: N samples, T tokens that may bypass, P prefix tokens before them that never bypass, K kept tokens
+(the window processes them), D channels.
 
-DEVIATION: the kept tokens stay in ascending order (the official code leaves them shuffled). Attention does
-not see the difference; operators that depend on the order of the sequence do.
+DEVIATION: kept tokens are in ascending order; the official code leaves them shuffled. Attention ignores the
+order, other operators (scans, convolutions) do not.
 """
 
 from decimal import Decimal
@@ -30,16 +30,18 @@ def sample_ids_keep(
     force_keep: torch.Tensor | None = None,
     num_prefix_tokens: int = 0,
 ) -> torch.Tensor:
-    """Draw, for each sample on its own, the tokens that stay in the window; for a training loop of your own.
+    """Draw the tokens that stay in the window, independently for each sample, for your own training loop.
 
     Args:
         num_tokens: T, without the prefix.
         selection_ratio: fraction of the T tokens that bypass the window, in [0, 1).
-        generator: source of randomness, on `device`; None is the default generator of the device.
-        force_keep: (N, T) bool, tokens that must not bypass; a random part of them stays where K are fewer.
+        generator: random generator on `device`; None: the default generator of the device.
+        force_keep: (N, T) bool, tokens that must not bypass. If they are more than K, a random part of them
+            stays.
+        num_prefix_tokens: P, tokens at the start of the sequence, all of which stay.
 
     Returns:
-        (N, P + K) int64 positions in the complete sequence of P + T tokens, unique and ascending in each row.
+        (N, P + K) int64 positions in the sequence of P + T tokens, unique and ascending in each row.
     """
     if not 0 <= selection_ratio < 1:
         raise ValueError(f"selection_ratio={selection_ratio} must be in [0, 1)")
@@ -49,13 +51,13 @@ def sample_ids_keep(
 
 
 def keep_lowest(cost: torch.Tensor, num_kept: int, force_keep: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the positions (N, K), ascending, of the tokens of the lowest cost (N, T) in each sample.
+    """Return the positions (N, K) of the tokens with the lowest cost (N, T) in each sample, ascending.
 
     Args:
-        force_keep: (N, T) bool, tokens that come before all others, among themselves by their cost.
+        force_keep: (N, T) bool, tokens that are taken before all others, in the order of their cost.
 
     Raises:
-        ValueError: a K outside [1, T], or a mask that is not one of these tokens.
+        ValueError: K is outside [1, T], or force_keep is not bool (N, T).
     """
     num_tokens = cost.shape[1]
     if not 1 <= num_kept <= num_tokens:
@@ -65,14 +67,14 @@ def keep_lowest(cost: torch.Tensor, num_kept: int, force_keep: torch.Tensor | No
         if force_keep.shape != cost.shape or force_keep.dtype != torch.bool:
             given = f"{force_keep.dtype} {tuple(force_keep.shape)}"
             raise ValueError(f"force_keep={given} must be torch.bool {tuple(cost.shape)}, without the prefix")
-        # A second stable sort: a large number added to the cost of the others would round it.
+        # A second stable sort, because adding a large number to the cost of the others would round it.
         bypasses = (~force_keep.gather(1, order)).to(torch.uint8)
         order = order.gather(1, bypasses.argsort(dim=1, stable=True))
     return order[:, :num_kept].sort(dim=1).values  # (N, K)
 
 
 def with_prefix(ids_keep: torch.Tensor, num_prefix_tokens: int) -> torch.Tensor:
-    """Return the positions (N, P + K) in a sequence that begins with a prefix, all of which is kept."""
+    """Return the positions (N, P + K) in a sequence that starts with P prefix tokens, which are all kept."""
     if not num_prefix_tokens:
         return ids_keep
     prefix = torch.arange(num_prefix_tokens, device=ids_keep.device).expand(ids_keep.shape[0], -1)
@@ -80,9 +82,9 @@ def with_prefix(ids_keep: torch.Tensor, num_prefix_tokens: int) -> torch.Tensor:
 
 
 def gather_tokens(x: torch.Tensor, ids_keep: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """Take each sample's kept tokens out of any tensor (N, ..., T, ...) that is indexed by token along `dim`.
+    """Gather each sample's kept tokens from a tensor (N, ..., T, ...) that is indexed by token along `dim`.
 
-    A table that all samples share, (1, ..., T, ...), becomes one for each sample.
+    A tensor that all samples share, (1, ..., T, ...), becomes one per sample: (N, ..., K, ...).
     """
     dim %= x.dim()
     num_samples, num_kept = ids_keep.shape
@@ -92,19 +94,18 @@ def gather_tokens(x: torch.Tensor, ids_keep: torch.Tensor, dim: int = 1) -> torc
 
 
 def start_route(x: torch.Tensor, ids_keep: torch.Tensor) -> torch.Tensor:
-    """Leave only the kept tokens: (N, T, D) -> (N, K, D)."""
+    """Take out the kept tokens: (N, T, D) -> (N, K, D)."""
     return gather_tokens(x, ids_keep)
 
 
 def end_route(routed: torch.Tensor, ids_keep: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """Put the processed tokens back among those that bypassed the window: (N, K, D) -> (N, T, D).
+    """Put the processed tokens back into the sequence: (N, K, D) -> (N, T, D).
 
     Args:
-        routed: (N, K, D) kept tokens after the window.
-        ids_keep: (N, K) the indices that were given to `start_route`.
-        original: (N, T, D) the sequence before the window, from which the bypassing tokens are taken
-            unchanged.
+        routed: (N, K, D), the kept tokens after the window.
+        ids_keep: (N, K), the positions that were passed to `start_route`.
+        original: (N, T, D), the sequence before the window. Bypassing tokens are taken from it unchanged.
     """
     index = ids_keep.unsqueeze(-1).expand_as(routed)
-    # Autocast may have changed the precision within the window; the residual stream keeps its own.
+    # Autocast may have lowered the precision within the window; the residual stream keeps its dtype.
     return original.scatter(1, index, routed.to(original.dtype))  # (N, T, D)

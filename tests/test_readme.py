@@ -33,7 +33,8 @@ from tests.photos import write_photographs
 from tests.programs import start
 from tests.runs import ROOT, composed
 
-FOLDERS = ("configs", "training", "routing", "models", "diffusion", "data", "evaluation", "benchmarks")
+FOLDERS = ("configs", "training", "routing", "routing/adapters", "models", "diffusion", "data", "evaluation")
+FOLDERS += ("benchmarks",)
 SOURCES = (*FOLDERS, "study", "builders", "runtime", "examples", "tests")
 PAPERS = {"TREAD", "DiT", "EDM", "EDM2", "ADM", "KID", "CFG", "SiT", "SG", "SPRINT", "REPA", "MaskDiT"}
 PAPERS |= {"PRX", "LightningDiT"}

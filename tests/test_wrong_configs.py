@@ -90,7 +90,7 @@ VALUES = [
     ("train", "must be data.num_classes=10", "model.num_classes=7"),
     ("train", "must divide model.input_size=8", "model.patch_size=3"),
     ("train", "must divide model.hidden_size=128", "model.num_heads=7"),
-    ("train", "must divide the side of the grid of tokens, 8", "model.router.side=3"),
+    ("train", "must divide the side of the token grid, 8", "model.router.side=3"),
     ("train", "must be at most 1000", "model.depth=2000"),
     ("train", "(layer 5) must not come after end_layer_idx=-4 (layer 4) at depth=8", "model.routes.0.start_layer_idx=5"),
     ("train", "must be in [-8, 7] for depth=8", "model.routes.0.end_layer_idx=8"),

@@ -1,4 +1,4 @@
-"""Routes in other people's transformers: `attach` and `detach`, and the adapters that they need."""
+"""Routes in other people's transformers: `attach`, `detach`, and adapters that describe a model to them."""
 
 from routing.adapters.adapter import Adapter, BlockList, TokenSelection
 from routing.adapters.attached import attach, detach

@@ -1,10 +1,10 @@
-"""Route the tokens of a transformer that is already built: `attach` and `detach` work on a live instance.
+"""Add routes to a transformer that is already built: `attach` and `detach` work on a live model.
 
-Nothing of the model is copied or replaced; it gets a class that is derived from its own, and so do its lists
-of blocks. While a routed forward pass runs, these hand out stand-ins to its thread, which gather what is
-indexed by token, call the block, and put the tokens back. Parameters, their names, the configuration, saving
-and loading stay what they are. An `Adapter` says what is indexed by token; whatever it does not name is
-refused.
+Nothing is copied or replaced. The model and its lists of blocks get classes that are derived from their own.
+During a routed forward pass the lists return wrapped blocks to the thread of that pass. A wrapped block
+gathers the arguments that are indexed by token, calls the block, and puts the tokens back. Parameters, their
+names, the configuration, saving and loading do not change. The `Adapter` names the arguments that are indexed
+by token. Arguments that it does not name are refused.
 
 Shapes: as in routing/adapters/adapter.py.
 """
@@ -27,8 +27,8 @@ from routing.routers import random_router
 from routing.routes import Route, Router, Routing, resolve_routes
 from routing.tokens import end_route
 
-ONE_GRAPH = "routes are chosen outside of graphs: compile the blocks, or the model without fullgraph=True"
-KEYWORDS = ("routing", "generator")  # what an attached model takes besides its own arguments
+ONE_GRAPH = "tokens are drawn outside of graphs: compile the blocks, or the model without fullgraph=True"
+KEYWORDS = ("routing", "generator")  # arguments that `attach` adds to the forward
 
 
 def attach(
@@ -38,43 +38,42 @@ def attach(
     adapter: Adapter | None = None,
     router: Router = random_router,
 ) -> tuple[Route, ...]:
-    """Let a part of a model's tokens bypass windows of its blocks while it trains, from now on.
+    """Add routes to a model: while it trains, a fraction of its tokens bypasses windows of its blocks.
 
-    The model routes in `train()` mode where gradients are recorded, and is dense otherwise. Its forward takes
-    two more keywords: `routing`, a Routing for this forward (with a ratio above 0 it routes in any mode);
-    `generator`, from which a seed is drawn for each route.
+    The model routes in `train()` mode while gradients are recorded, and is dense otherwise. Its forward gets
+    two keyword arguments. `routing` is a Routing for one forward pass; a ratio above 0 routes in any mode.
+    `generator` is the generator from which one seed per route is drawn.
 
     Args:
-        model: the transformer itself, not what wraps it, before anything replaces its forward or its blocks;
-            afterwards wrap it, compile it, and add adapters to it as you like.
-        routes: windows of blocks; layers are counted through all lists of blocks.
-        adapter: None takes `routing_adapter` of the class, or the one that is known for it, see
+        model: the transformer itself, not a wrapper. Attach before anything replaces its forward or its
+            blocks. Wrap it, compile it and add LoRA or other adapters afterwards.
+        routes: windows of blocks. Layers are counted through all lists of blocks.
+        adapter: None: `routing_adapter` of the class, or the known adapter of a diffusers class, see
             `routing/adapters/families`.
-        router: chooses the tokens that stay where a window starts, see `routing/routers`.
+        router: function that chooses the kept tokens at the start of a window, see `routing/routers`.
 
     Returns:
         The routes with non-negative indices.
 
     Raises:
-        ValueError: a model that is not known or has routes already; blocks that are not what the adapter
-            says; a route that does not fit. Later, from the model: arguments that do not go together with
-            routing.
+        ValueError: the model has no known adapter, already has routes, or does not match its adapter; or a
+            route does not fit. Later, the model raises for arguments that are not supported with routing.
     """
     adapter = adapter_of(model) if adapter is None else adapter
     name = type(model).__name__
     if hasattr(model, "_attached"):
-        raise ValueError(f"{name} has routes: routing.detach(model) removes them")
-    # A library that took its own back leaves that of the class bound to the model, or an earlier one of ours.
+        raise ValueError(f"{name} already has routes: routing.detach(model) removes them")
+    # A library that restores the forward may bind the one of the class, or an earlier one of `attach`.
     forwards = (type(model).forward, _with_routes(type(model)).forward)
     if getattr(model.__dict__.get("forward", model.forward), "__func__", None) not in forwards:
         raise ValueError(
-            f"forward of {name} was replaced (hooks, mixed precision): attach routes before that"
+            f"forward of {name} was replaced (hooks, mixed precision): attach before anything replaces it"
         )
     if getattr(model, "routes", ()):
-        raise ValueError(f"{name} has routes of its own: build it without")
+        raise ValueError(f"{name} was built with routes: build it without them")
     signature = inspect.signature(plain_forward(type(model)))
-    for own in set(KEYWORDS) & set(signature.parameters) - set(adapter.accepts):
-        raise ValueError(f"forward of {name} has an argument {own}, which routing takes for its own")
+    for keyword in set(KEYWORDS) & set(signature.parameters) - set(adapter.accepts):
+        raise ValueError(f"forward of {name} has an argument {keyword}, a name that attach adds to it")
     routes = (routes,) if isinstance(routes, Route) else tuple(routes or ())
     if not routes:
         raise ValueError("routes must not be empty: the model would stay dense")
@@ -84,18 +83,18 @@ def attach(
     offset = 0
     for spec in adapter.block_lists:
         blocks = spec.of(model)
-        blocks.__class__ = HANDING_OUT[type(blocks)]
+        blocks.__class__ = ROUTED_LISTS[type(blocks)]
         blocks.first_idx, blocks.routed_passes = offset, {}
         offset += len(blocks)
     model.__dict__.pop("forward", None)
-    if not hasattr(type(model), "plain_forward"):  # after `detach`, what was derived meanwhile stays
+    if not hasattr(type(model), "plain_forward"):  # a class that was derived (fully_shard) may have it
         model.__class__ = _with_routes(type(model))
     model.__dict__["_attached"] = _Attached(adapter, layers, routes, router, signature)
     return routes
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`; what has wrapped the model's forward since then may stay.
+    """Undo `attach`. Wrappers that were put around the forward since then may stay.
 
     Raises:
         ValueError: the model has no routes.
@@ -104,38 +103,38 @@ def detach(model: nn.Module) -> None:
         raise ValueError(f"{type(model).__name__} has no routes")
     adapter = model.__dict__["_attached"].adapter
     del model._attached
-    if "plain_forward" in vars(type(model)):  # else a class was derived from it (fully_shard)
+    if "plain_forward" in vars(type(model)):  # not in a class that was derived from it (fully_shard)
         model.__class__ = type(model).__base__  # pyright: ignore (a Module, as above)
-    plain = {handing_out: kind for kind, handing_out in HANDING_OUT.items()}
+    plain = {routed: kind for kind, routed in ROUTED_LISTS.items()}
     for spec in adapter.block_lists:
         blocks = spec.of(model)
-        if type(blocks) in plain:  # else it was replaced
+        if type(blocks) in plain:  # not if it was replaced
             blocks.__class__ = plain[type(blocks)]
             del blocks.first_idx, blocks.routed_passes
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A block of the model: its list, and the names of what its forward takes by place."""
+    """A block of the model: its list, and the names of its positional arguments."""
 
     spec: BlockList
     names: tuple[str, ...]
-    rest: str | None  # of `*args`
+    rest: str | None  # name of `*args`
 
 
 def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
     blocks = spec.of(model)
-    if type(blocks) not in HANDING_OUT:
-        found = f"{spec.name} of {type(model).__name__} is a {type(blocks).__name__}"
-        raise ValueError(f"{found}, must be one of {', '.join(kind.__name__ for kind in HANDING_OUT)}")
-    named = {spec.tokens, *spec.by_token}
+    if type(blocks) not in ROUTED_LISTS:
+        kinds = " or ".join(kind.__name__ for kind in ROUTED_LISTS)
+        raise ValueError(f"{spec.name} must be a {kinds}, not a {type(blocks).__name__}")
+    required = {spec.tokens, *spec.by_token}
     for block in blocks:
         parameters = list(inspect.signature(type(block).forward).parameters.values())[1:]  # without self
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        for name in ({spec.tokens} if takes_any else named) - {p.name for p in parameters}:
+        for name in ({spec.tokens} if takes_any else required) - {p.name for p in parameters}:
             raise ValueError(
                 f"{type(block).__name__} in {spec.name} takes no argument {name}, which the adapter names: "
-                "it is of another version, or wrapped (attach before wrapping or compiling blocks)"
+                "its version differs, or it is wrapped (attach before wrapping or compiling blocks)"
             )
         names = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
         yield _Layer(spec, names, next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None))
@@ -143,27 +142,27 @@ def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
 
 @cache
 def _with_routes(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class of the same name whose forward takes routes."""
+    """Derive a class of the same name whose forward takes routes."""
 
     def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(model, "_attached"):  # they were detached, and a wrapper still calls this
+        if not hasattr(model, "_attached"):  # detached, but a wrapper still calls this forward
             return plain(model, *args, **kwargs)
         return model._attached.forward(model, args, kwargs)
 
     plain = kind.forward
-    own = inspect.signature(plain)
-    ours = [name for name in KEYWORDS if name not in own.parameters]
-    ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in ours]
-    parameters = sorted([*own.parameters.values(), *ours], key=lambda parameter: parameter.kind)
-    forward.__signature__ = own.replace(parameters=parameters)
+    signature = inspect.signature(plain)
+    keywords = [name for name in KEYWORDS if name not in signature.parameters]
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in keywords]
+    parameters = sorted([*signature.parameters.values(), *added], key=lambda parameter: parameter.kind)
+    forward.__signature__ = signature.replace(parameters=parameters)
     forward.__doc__ = plain.__doc__
-    same = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (kind,), {**same, "forward": forward, "plain_forward": plain})
+    copied = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), {**copied, "forward": forward, "plain_forward": plain})
 
 
 @dataclass(frozen=True)
 class _Attached:
-    """The routes of a model and its copies, to none of which it refers."""
+    """The routes of a model. Copies of the model share them, so they hold no reference to a model."""
 
     adapter: Adapter
     layers: tuple[_Layer, ...]
@@ -176,11 +175,11 @@ class _Attached:
 
     @torch.compiler.disable(recursive=False, reason=ONE_GRAPH)
     def forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward, with routes where they are on."""
+        """Run the forward of the model's class, routed if a ratio is above 0."""
         routing, generator = kwargs.get("routing"), kwargs.get("generator")
         routing = Routing() if routing is None else routing
         if not isinstance(routing, Routing):
-            raise ValueError(f"routing={routing!r} must be a routing.Routing, or None")
+            raise ValueError(f"routing={routing!r} must be a routing.Routing or None")
         kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
         if generator is not None and "generator" in self.adapter.accepts:
             kwargs["generator"] = generator
@@ -204,27 +203,27 @@ class _Attached:
                 windows.append(_Window(route, draw, _draw_seed(generator), P, S, whole))
         routed_pass = _RoutedPass(self.layers, windows)
 
-        def given(name: str, value: Any) -> Any:
+        def routed(name: str, value: Any) -> Any:
             if value is None or name not in self.adapter.residuals:
                 return value
             return _Residuals(name, value, routed_pass)
 
         names = list(self.signature.parameters)[1:]
-        args = tuple(given(name, value) for name, value in zip(names, args, strict=False))
-        with self._handing_out(model, routed_pass):
-            output = forward(*args, **{name: given(name, value) for name, value in kwargs.items()})
+        args = tuple(routed(name, value) for name, value in zip(names, args, strict=False))
+        with self._activate(model, routed_pass):
+            output = forward(*args, **{name: routed(name, value) for name, value in kwargs.items()})
         routed_pass.check_done(type(model).__name__)
         return output
 
     @contextmanager
-    def _handing_out(self, model: nn.Module, routed_pass: "_RoutedPass") -> Iterator[None]:
-        """Let the lists of blocks hand out stand-ins to this thread."""
+    def _activate(self, model: nn.Module, routed_pass: "_RoutedPass") -> Iterator[None]:
+        """Let the lists of blocks return wrapped blocks to this thread."""
         lists, thread = [], threading.get_ident()
         for spec in self.adapter.block_lists:
             blocks, length = spec.of(model), sum(layer.spec is spec for layer in self.layers)
             if not isinstance(blocks, _RoutedBlocks) or len(blocks) != length:
-                changed = f"{spec.name} of {type(model).__name__} was replaced, or is no longer of {length} "
-                raise ValueError(f"{changed}blocks: detach before, and attach again")
+                changed = f"{spec.name} of {type(model).__name__} has changed since attach"
+                raise ValueError(f"{changed} (it had {length} blocks): detach, change it, attach again")
             lists.append(blocks)
         for blocks in lists:
             blocks.routed_passes[thread] = routed_pass
@@ -238,31 +237,31 @@ class _Attached:
         for name, value in list(arguments.items())[1:]:  # without self
             default = self.signature.parameters[name].default
             if name not in self.adapter.accepts and value is not default and value is not None:
-                given = f"{name} of {type(model).__name__}"
-                accepted = ", ".join(
-                    name for name in self.signature.parameters if name in self.adapter.accepts
+                accepted = [name for name in self.signature.parameters if name in self.adapter.accepts]
+                raise ValueError(
+                    f"{name} of {type(model).__name__} is not supported with routing, "
+                    f"which supports {', '.join(accepted)}"
                 )
-                raise ValueError(f"{given} does not go together with routing, which accepts {accepted}")
         self.adapter.check(model, arguments)
 
 
 def _draw_seed(generator: torch.Generator | None) -> int:
-    # Tokens have a generator of their own: gradient checkpointing restores the default one before it runs a
-    # block again, and dropout must find it in the same state.
+    # Tokens are not drawn from the default generator: gradient checkpointing restores its state before it
+    # runs a block again, and dropout must find the same state.
     device = "cpu" if generator is None else generator.device
     return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
 
 
 @dataclass
 class _Window:
-    """A route in one forward pass; `ids_keep`, `num_tokens` and `original` are set when the window starts."""
+    """A route in one forward pass. `ids_keep`, `num_tokens` and `original` are set when the window starts."""
 
     route: Route
     draw: Callable[..., torch.Tensor]  # draw(x, generator=) -> ids_keep
     seed: int
     num_prefix_tokens: int
-    num_suffix_tokens: Mapping[str, int]  # by the name of a list of blocks
-    whole: bool  # between two blocks the model has all tokens
+    num_suffix_tokens: Mapping[str, int]  # by name of the list of blocks
+    whole: bool  # bypassing tokens are put back after every block
     ids_keep: torch.Tensor | None = None  # (N, K)
     num_tokens: int = 0
     original: torch.Tensor | None = None  # (N, T + S, D)
@@ -270,7 +269,7 @@ class _Window:
     _kept: dict[int, TokenSelection] = field(default_factory=dict)  # by S
 
     def start(self, x: torch.Tensor, spec: BlockList) -> None:
-        """Draw the kept tokens, once: a checkpointed block that is run again takes the same."""
+        """Draw the kept tokens once. A checkpointed block that runs again uses the same tokens."""
         if self.ids_keep is not None:
             return
         original = x[:, self.num_prefix_tokens :] if spec.joint else x  # (N, T + S, D)
@@ -280,7 +279,7 @@ class _Window:
         self.original = None if self.whole else original
 
     def kept(self, spec: BlockList) -> TokenSelection:
-        """Return the kept tokens among those of a list of blocks."""
+        """Select the kept tokens in the sequence of a list of blocks."""
         assert self.ids_keep is not None  # the window has started
         S = self.num_suffix_tokens[spec.name]
         if S not in self._kept:
@@ -290,17 +289,17 @@ class _Window:
         return self._kept[S]
 
     def put_back(self, output: Any, spec: BlockList, before: torch.Tensor) -> Any:
-        """Return the output of a block with the bypassing tokens back in place.
+        """Put the bypassing tokens back into the output of a block.
 
         Args:
-            before: what the block was given.
+            before: tokens before the block, with prefix if the list is joint.
         """
         x, kept = spec.tokens_of(output), self.kept(spec)
         P = self.num_prefix_tokens if spec.joint else 0
         original = before[:, P:] if self.original is None else self.original
-        # In the type that a block would return: autocast may have left the tokens narrower before it.
+        # In the dtype that blocks return: under autocast the tokens before them may be narrower.
         original = original.to(torch.promote_types(original.dtype, x.dtype))
-        if (missing := kept.num_tokens - original.shape[1]) != 0:  # the window began in a list of another S
+        if (missing := kept.num_tokens - original.shape[1]) != 0:  # the first list has another S
             original = F.pad(original, (0, 0, 0, missing))
         tokens = end_route(x[:, P:], kept.ids, original)  # (N, T + S, D)
         if P:
@@ -310,18 +309,18 @@ class _Window:
 
 class _RoutedPass:
     def __init__(self, layers: Sequence[_Layer], windows: Sequence[_Window]):
-        indices = [range(w.route.start_layer_idx, w.route.end_layer_idx + 1) for w in windows]
-        self.windows = {idx: w for w, of in zip(windows, indices, strict=True) for idx in of}
-        self.layers, self.idx = layers, -1  # of the block that was handed out last
+        ranges = [range(w.route.start_layer_idx, w.route.end_layer_idx + 1) for w in windows]
+        self.windows = {idx: w for w, layer_range in zip(windows, ranges, strict=True) for idx in layer_range}
+        self.layers, self.idx = layers, -1  # idx: the current layer
 
-    def hand_out(self, idx: int, block: nn.Module) -> Any:
-        """Return the block, or what stands in for it within a window."""
+    def wrap(self, idx: int, block: nn.Module) -> Any:
+        """Return the block, wrapped if it is in a window."""
         self.idx = idx
         window = self.windows.get(idx)
         return block if window is None else _RoutedBlock(block, self.layers[idx], window, idx)
 
     def residual(self, x: torch.Tensor) -> torch.Tensor:
-        """The tensor that the model adds to the tokens after the last block."""
+        """Gather a residual (N or 1, T + S, D) for the tokens after the current layer."""
         window = self.windows.get(self.idx)
         if window is None:
             return x
@@ -329,7 +328,7 @@ class _RoutedPass:
         routed = kept.gather(x)  # (N, K + S, D)
         if self.idx < window.route.end_layer_idx and not window.whole:
             return routed
-        # The tokens are complete again; those that bypassed the window rejoin unchanged.
+        # All tokens are back. The ones that bypassed the window get no residual.
         return end_route(routed, kept.ids, routed.new_zeros(routed.shape[0], *x.shape[1:]))
 
     def check_done(self, name: str) -> None:
@@ -338,13 +337,13 @@ class _RoutedPass:
             if not window.is_done:
                 first, last = window.route.start_layer_idx, window.route.end_layer_idx
                 raise ValueError(
-                    f"the route of layers {first} to {last} was not taken: {name} does not run its blocks "
-                    "one after another out of the lists that the adapter names"
+                    f"the route of layers {first} to {last} was not applied: {name} does not run its blocks "
+                    "in order from the lists that the adapter names"
                 )
 
 
 class _Residuals(Sequence):
-    """The residuals of a model's blocks, each gathered for the tokens that are there when it is added."""
+    """The residuals of a model's blocks, gathered for the current tokens when the model reads them."""
 
     def __init__(self, name: str, values: Sequence[torch.Tensor], routed_pass: _RoutedPass):
         self.name, self.values, self.routed_pass = name, values, routed_pass
@@ -358,14 +357,15 @@ class _Residuals(Sequence):
 
 
 class _RoutedBlock:
-    """What a routed pass calls in place of a block of a window.
+    """A block of a window, called with the kept tokens.
 
-    It refers to its own window alone: through the pass, what gradient checkpointing saves would be a cycle.
+    It refers to its window alone. A reference to the pass would make a cycle with the tensors that gradient
+    checkpointing saves.
     """
 
     def __init__(self, block: nn.Module, layer: _Layer, window: _Window, idx: int):
         self._block, self._layer, self._window, self._idx = block, layer, window, idx
-        self._has_ended = window.is_done  # the model may look at the block (DiT), and not run it
+        self._has_ended = window.is_done  # a model may get a block without running it (DiT)
         self._records_gradients = torch.is_grad_enabled()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -377,14 +377,14 @@ class _RoutedBlock:
         if self._records_gradients and not torch.is_grad_enabled():
             raise ValueError(
                 "checkpointing with use_reentrant=True would lose the gradients of bypassing tokens: "
-                "use_reentrant=False does not"
+                "set use_reentrant=False"
             )
         names, rest = self._layer.names, [self._layer.rest] * len(args)
         given = [*zip((*names, *rest), args, strict=False), *kwargs.items()]
         for key, value in given:
             if key not in (spec.tokens, *spec.by_token, *spec.shared) and value is not None:
                 raise ValueError(
-                    f"{key} of {name} does not go together with routing: the adapter does not name it"
+                    f"{key} of {name} is not supported with routing: the adapter does not name it"
                 )
         values = dict(given)
         x = spec.batch_first(values[spec.tokens])
@@ -394,7 +394,7 @@ class _RoutedBlock:
         if self._idx == first or window.whole:
             values[spec.tokens] = spec.batch_first(kept.gather_joint(x) if spec.joint else kept.gather(x))
         values = spec.gather(values, kept, name)
-        # Positional and by name as in the model: hooks of the block may look at either.
+        # Positional or by name as in the model, because hooks of the block may read either.
         args = (*(values[key] for key, _ in zip(names, args, strict=False)), *args[len(names) :])
         output = self._block(*args, **{key: values[key] for key in kwargs})
         if self._idx == last:
@@ -406,28 +406,28 @@ class _RoutedBlock:
 
 
 class _RoutedBlocks(nn.ModuleList if TYPE_CHECKING else object):
-    """A list of blocks that hands out stand-ins during a routed pass."""
+    """A list of blocks that returns wrapped blocks during a routed pass."""
 
-    first_idx = 0  # of its first block, through all lists
-    # By thread: another one may be dense meanwhile. None: a slice of such a list.
+    first_idx = 0  # layer index of its first block, counted through all lists
+    # By thread, because another thread may run a dense pass. None: a slice of such a list.
     routed_passes: dict[int, _RoutedPass] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         blocks = super().__iter__()
-        if (routed_pass := self._of_this_thread()) is None:
+        if (routed_pass := self._active_pass()) is None:
             return blocks
-        return (routed_pass.hand_out(self.first_idx + i, block) for i, block in enumerate(blocks))
+        return (routed_pass.wrap(self.first_idx + i, block) for i, block in enumerate(blocks))
 
     def __getitem__(self, i: int | slice) -> Any:
-        if (routed_pass := self._of_this_thread()) is None:
+        if (routed_pass := self._active_pass()) is None:
             return super().__getitem__(i)
         if isinstance(i, slice):
-            return [self[place] for place in range(len(self))[i]]
-        return routed_pass.hand_out(self.first_idx + range(len(self))[i], super().__getitem__(i))
+            return [self[idx] for idx in range(len(self))[i]]
+        return routed_pass.wrap(self.first_idx + range(len(self))[i], super().__getitem__(i))
 
-    def _of_this_thread(self) -> _RoutedPass | None:
+    def _active_pass(self) -> _RoutedPass | None:
         return self.routed_passes.get(threading.get_ident()) if self.routed_passes else None
 
 
 LISTS = (nn.ModuleList, nn.Sequential)
-HANDING_OUT = {kind: type(f"_Routed{kind.__name__}", (_RoutedBlocks, kind), {}) for kind in LISTS}
+ROUTED_LISTS = {kind: type(f"_Routed{kind.__name__}", (_RoutedBlocks, kind), {}) for kind in LISTS}

@@ -1,8 +1,8 @@
-"""Whether an adapter is right: routes compared with the same network hiding the tokens that bypass.
+"""Prove an adapter: compare a routed model with the same model in which attention hides bypassing tokens.
 
-There all tokens go through the window, attention does not see the keys of those that bypass, and where it
-ends they get back the state that they had before. Nothing is gathered: positions, modulation and masks are
-those of the model itself.
+In the second model all tokens go through the window. Attention masks the keys of bypassing tokens, and after
+the window these tokens get back the state that they had before it. Nothing is gathered, so that positions,
+modulation and masks are the model's own.
 """
 
 import inspect
@@ -23,44 +23,44 @@ from routing.adapters.attached import attach, detach
 from routing.routes import Route, Routing
 from routing.tokens import num_tokens_kept
 
-SAME = 1e-9  # of what routes change: then no other way to hide keys is tried
-MAX_ERROR = 0.01  # of what routes change: rounding in bf16 stays below, in fp64 differences are below 1e-9
-OF_LAYERS = inspect.signature(F.multi_head_attention_forward)  # what torch's own layers call
+# Fractions of the change that routes make.
+EXACT = 1e-9  # no other way to hide keys is tried below it
+MAX_ERROR = 0.01  # rounding in bf16 stays below it; in fp64 the error of a correct adapter is below 1e-9
+MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)  # torch's own layers call it
 
 
 class Proof(NamedTuple):
-    """Largest differences, over the largest change that routes make."""
+    """Largest absolute differences, divided by the largest change that routes make."""
 
-    dense: float  # at ratio 0, from the model without routes
-    routed: float  # from the model with hidden keys
+    dense: float  # between the model at ratio 0 and the model without routes
+    routed: float  # between the routed model and the model with hidden keys
 
     @property
     def passes(self) -> bool:
-        """True if nothing differs at ratio 0, and less than MAX_ERROR with routes."""
+        """True if `dense` is 0 and `routed` is below MAX_ERROR."""
         return self.dense == 0 and self.routed < MAX_ERROR
 
 
 class _HiddenKeys(TorchFunctionMode):
-    """Attention that does not see the tokens that are `hidden`, (N, T + S) bool, or sees all: None.
+    """Attention that masks the keys of the tokens `hidden`, (N, T + S) bool. None: masks nothing.
 
     Args:
-        num_first: how much of what attention has besides comes first in it, whatever the order elsewhere;
-            None: all.
-        queries_alone: of the tokens alone, while others are among the keys.
-        between: in what attends between the blocks of a window, too.
+        num_first: number of other tokens that attention puts before these. None: all others.
+        queries_alone: True to mask also calls whose queries are these tokens alone, with others in the keys.
+        between: True to mask also attention between the blocks of a window.
     """
 
     def __init__(self, num_first: int | None, queries_alone: bool, between: bool):
         super().__init__()
         self.num_first, self.queries_alone, self.between = num_first, queries_alone, between
         self.hidden: torch.Tensor | None = None
-        self.was_seen, self.sample = False, -1
+        self.was_observed, self.sample = False, -1
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:  # (L, N, D)
-            given = OF_LAYERS.bind(*args, **kwargs).arguments
-            query, padding = given["query"], given.get("key_padding_mask")  # of floats, from torch's layers
+            given = MULTI_HEAD.bind(*args, **kwargs).arguments
+            query, padding = given["query"], given.get("key_padding_mask")  # torch's layers pass floats
             hidden = self._keys(len(query), len(given["key"]), query.shape[1])
             if hidden is not None:
                 return func(**{**given, "key_padding_mask": _hide(padding, hidden, query[0])})
@@ -75,7 +75,7 @@ class _HiddenKeys(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _keys(self, num_queries: int, num_keys: int, num_samples: int) -> torch.Tensor | None:
-        """Keys (N, L) to hide; None if the tokens are not among them."""
+        """Return the keys to hide, (N, L) bool. None: the tokens are not among the keys."""
         if self.hidden is None:
             return None
         hidden, num_others = self.hidden, num_keys - self.hidden.shape[1]
@@ -83,15 +83,15 @@ class _HiddenKeys(TorchFunctionMode):
         num_first = num_others if self.num_first is None else self.num_first
         if not (num_queries == num_keys or alone) or num_others < max(num_first, 0):
             return None
-        self.was_seen = True
-        if num_samples != len(hidden):  # samples attend one by one
+        self.was_observed = True
+        if num_samples != len(hidden):  # one call per sample
             self.sample = (self.sample + 1) % len(hidden)
             hidden = hidden[self.sample][None]
         return F.pad(hidden, (num_first, num_others - num_first))
 
 
 def _hide(mask: torch.Tensor | None, hidden: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return an additive mask that hides keys (N, L) as well as those of another mask."""
+    """Return an additive mask that hides keys (N, L) in addition to another mask."""
     hidden = hidden.view(len(hidden), *(1,) * (query.ndim - 2), -1)
     if mask is None:
         mask = query.new_zeros(())
@@ -101,19 +101,20 @@ def _hide(mask: torch.Tensor | None, hidden: torch.Tensor, query: torch.Tensor) 
 
 
 def prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], route: Route) -> Proof:
-    """Hold an adapter against a network with hidden keys; the model is left as it was.
+    """Compare an adapter with a model that hides keys. The model is not changed.
 
     Args:
-        model: without routes; its dropout is off here.
-        arguments: of its forward, by name. The rows of a batch must differ.
+        model: a model without routes. It runs in `eval()` mode.
+        arguments: arguments of its forward, by name. The samples must differ.
+        route: the window to prove.
 
     Raises:
-        ValueError: the model refuses to be routed, routes change nothing, or the attention cannot be seen.
+        ValueError: the model cannot be routed, routes change nothing, or no attention was observed.
     """
     mha = torch.backends.mha
     with ExitStack() as after, torch.no_grad():
         after.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
-        mha.set_fastpath_enabled(False)  # a kernel that torch's own layers take without hooks
+        mha.set_fastpath_enabled(False)  # its kernel would bypass torch functions and hooks
         for module in model.modules():
             after.callback(setattr, module, "training", module.training)
         model.eval()
@@ -121,13 +122,13 @@ def prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rout
 
 
 def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], route: Route) -> Proof:
-    (route,) = attach(model, [route], adapter=adapter)  # raises what does not fit
+    (route,) = attach(model, [route], adapter=adapter)  # raises if something does not fit
     detach(model)
     layers = [(spec, block) for spec in adapter.block_lists for block in spec.of(model)]
     window = layers[route.start_layer_idx : route.end_layer_idx + 1]
     P, S = adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens_of(model, arguments)
-    start = _State(*window[0], P)
-    with start.reading():
+    start = _Tokens(*window[0], P)
+    with start.recording():
         plain = _output(model, arguments)
     N, T = start.value.shape[0], start.value.shape[1] - S[start.spec.name]
     noise = torch.rand(N, T, generator=torch.Generator().manual_seed(0)).to(start.value.device)
@@ -141,27 +142,27 @@ def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rou
         routed = _output(model, {**arguments, "routing": Routing(route.selection_ratio, noise=[noise])})
     finally:
         detach(model)
-    effect = _apart(routed, plain)
+    effect = _max_error(routed, plain)
     if not effect > 0:
         raise ValueError("routes change nothing: the output does not depend on the blocks of the window")
-    # How attention has others beside the tokens: one must be right.
-    ways = product((None, P if start.spec.joint else 0), (True, False), (True, False))
-    apart: list[float] = []
-    for way in ways:
-        output = _hiding(model, arguments, window, hidden_in, P, _HiddenKeys(*way))
-        apart += [] if output is None else [_apart(output, routed) / effect]
-        if apart and apart[-1] < SAME:
+    # The order of other tokens in attention is unknown. One of these options must be right.
+    options = product((None, P if start.spec.joint else 0), (True, False), (True, False))
+    errors: list[float] = []
+    for option in options:
+        output = _run_hidden(model, arguments, window, hidden_in, P, _HiddenKeys(*option))
+        errors += [] if output is None else [_max_error(output, routed) / effect]
+        if errors and errors[-1] < EXACT:
             break
-    if not apart:
+    if not errors:
         raise ValueError(
-            "no attention to the tokens was seen: blocks must call F.scaled_dot_product_attention, or be "
+            "no attention to the tokens was observed: blocks must call F.scaled_dot_product_attention, or be "
             "torch's own layers"
         )
-    return Proof(_apart(dense, plain) / effect, min(apart))
+    return Proof(_max_error(dense, plain) / effect, min(errors))
 
 
-class _State:
-    """The tokens (N, T + S, D) of a model where a block starts or ends."""
+class _Tokens:
+    """The tokens (N, T + S, D) before or after a block."""
 
     value: torch.Tensor
 
@@ -171,8 +172,8 @@ class _State:
         self.signature = inspect.signature(type(block).forward)
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Keep the tokens that the block is given."""
+    def recording(self) -> Iterator[None]:
+        """Store the tokens before the block in `value`."""
 
         def before(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             arguments = self.signature.bind(block, *args, **kwargs).arguments
@@ -182,14 +183,14 @@ class _State:
             yield
 
     def replaced(self, output: Any, where: torch.Tensor, by: torch.Tensor) -> Any:
-        """Return the output of the block with other tokens where (N, T + S) says so."""
+        """Return the output of the block, with the tokens `where` (N, T + S) replaced."""
         x = self.spec.tokens_of(output)
-        by = F.pad(by, (0, 0, 0, where.shape[1] - by.shape[1]))  # of a list with another S
+        by = F.pad(by, (0, 0, 0, where.shape[1] - by.shape[1]))  # from a list with another S
         tokens = torch.where(where.unsqueeze(-1), by, x[:, self.first :])
         return self.spec.with_tokens(output, torch.cat([x[:, : self.first], tokens], dim=1))
 
 
-def _hiding(
+def _run_hidden(
     model: nn.Module,
     arguments: Mapping[str, Any],
     window: Sequence[tuple[BlockList, nn.Module]],
@@ -197,13 +198,12 @@ def _hiding(
     num_prefix_tokens: int,
     keys: _HiddenKeys,
 ) -> torch.Tensor | None:
-    """Run a model that hides tokens in a window, which rejoin as they were; None where no attention to them
-    was seen.
+    """Run a model whose window hides tokens, and restore these after it. None: no attention was observed.
 
     Args:
-        hidden_in: (N, T + S) bool of each list of blocks, by its name.
+        hidden_in: the hidden tokens, (N, T + S) bool, by name of the list of blocks.
     """
-    start, end = (_State(*layer, num_prefix_tokens) for layer in (window[0], window[-1]))
+    start, end = (_Tokens(*layer, num_prefix_tokens) for layer in (window[0], window[-1]))
 
     def hide(hidden: torch.Tensor, *_: Any) -> None:
         keys.hidden = hidden
@@ -220,10 +220,10 @@ def _hiding(
             hooks.enter_context(block.register_forward_pre_hook(partial(hide, hidden_in[spec.name])))
             hooks.enter_context(block.register_forward_hook(after))
         hooks.enter_context(end.block.register_forward_hook(rejoin))
-        hooks.enter_context(start.reading())
+        hooks.enter_context(start.recording())
         with keys:
             output = _output(model, arguments)
-    return output if keys.was_seen else None
+    return output if keys.was_observed else None
 
 
 def _output(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tensor:
@@ -231,5 +231,5 @@ def _output(model: nn.Module, arguments: Mapping[str, Any]) -> torch.Tensor:
     return torch.cat([x.flatten() for x in output if isinstance(x, torch.Tensor) and x.is_floating_point()])
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+def _max_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).abs().max().item()

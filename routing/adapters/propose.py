@@ -1,8 +1,8 @@
-"""An adapter found by watching a model run: a proposal to read, proved before it is given.
+"""Propose an adapter by watching a model run. The proposal is proved before it is returned; review it.
 
-The model runs twice, with another image: what changes in the arguments of its first block are the tokens of
-the image. Whatever else of a block has as many entries is taken to be indexed by token, and gathered in the
-ways that are known here, until the routes compute what `prove` says they must. The model stays as it was.
+The model runs twice, with two images. The entries that differ in the arguments of its first block are the
+tokens of the image. Other arguments of a block with as many entries are assumed to be indexed by token. All
+known ways to gather them are tried until `prove` accepts one. The model is not changed.
 """
 
 import inspect
@@ -25,22 +25,22 @@ from routing.adapters.proof import Proof, prove
 from routing.routes import Route
 
 FOUR = " " * 4
-ROUTES = (Route(0.5, 0, -1), Route(0.75, 0, -1))  # what is right by chance for one is not for both
-# Raised by an adapter that is not right, or by blocks that do not fit what it gathers.
+ROUTES = (Route(0.5, 0, -1), Route(0.75, 0, -1))  # two, because an adapter may fit one by chance
+# Raised by a wrong adapter, or by blocks that get tensors of wrong shapes from it.
 WRONG = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, AssertionError)
 
 
 class Proposal(NamedTuple):
-    """An adapter, its source, and how far its routes were from what they must compute."""
+    """An adapter, its source, and its proof."""
 
     source: str
     adapter: Adapter
     proof: Proof
 
 
-# Ways to gather by token: the Python of it, with $ in place of the value.
+# Python expressions that gather a value, which is written as $.
 SAMPLES_SECOND = "kept.gather($.transpose(0, 1)).transpose(0, 1)"
-LEADING = "$[: kept.num_prefix_tokens + kept.ids.shape[1]]"  # the same for all tokens of the image
+LEADING = "$[: kept.num_prefix_tokens + kept.ids.shape[1]]"  # for values that all image tokens share
 NUM_KEPT = "kept.ids.shape[1]"
 
 
@@ -52,90 +52,92 @@ def propose_adapter(
     num_prefix_tokens: Count | None = None,
     num_suffix_tokens: Count | None = None,
 ) -> Proposal:
-    """Return an adapter for a model that is not known, to be reviewed and passed to `attach`.
+    """Return an adapter for an unknown model. Review it, then pass it to `attach`.
 
     Args:
-        arguments: of the model's forward, by name, at least two samples, which differ. Only these will be
-            accepted together with routing. Let no length or sum of two be that of another: tokens, text,
-            channels.
-        image: which of them becomes the tokens that may bypass: a tensor, or a list of one for each sample.
-        num_prefix_tokens, num_suffix_tokens: those of the adapter, where no shape tells their number, or
-            references or padding are in `image` itself. The source calls them.
+        arguments: arguments of the model's forward, by name, with at least two different samples. Only these
+            arguments are supported with routing later. All lengths (tokens, text, channels), and sums of two
+            of them, must differ.
+        image: name of the argument that becomes the tokens that may bypass. It is a tensor, or a list with
+            one tensor per sample.
+        num_prefix_tokens, num_suffix_tokens: functions for the adapter, if no shape gives the number, or if
+            `image` contains references or padding. The source calls them.
 
     Raises:
-        ValueError: what was seen, where that is not enough for an adapter.
+        ValueError: no adapter passed; the message says what was observed.
     """
     lists = _watch(model, arguments, image)
-    longest = max(lists, key=lambda each: len(each.calls))
+    longest = max(lists, key=lambda watched: len(watched.calls))
     prefixes = suffixes = _lengths(model, arguments, image)
     P = num_prefix_tokens(model, arguments) if num_prefix_tokens else 0
     if num_prefix_tokens:
         prefixes = {**prefixes, P: "num_prefix_tokens(model, arguments)"}
         first = longest.first
-        for each in lists:
-            if each.first == first and 0 < first < P:  # others come first in the image itself
-                each.first, each.num_tokens = P, each.num_tokens - (P - first)
+        for watched in lists:
+            if watched.first == first and 0 < first < P:  # `image` starts with other tokens
+                watched.first, watched.num_tokens = P, watched.num_tokens - (P - first)
     if num_suffix_tokens:
         suffixes = {longest.num_suffix: "num_suffix_tokens(model, arguments)"}
     given = {"num_prefix_tokens": num_prefix_tokens, "num_suffix_tokens": num_suffix_tokens}
     failed: list[tuple[float, bool, str]] = []
-    accepts = f"{FOUR}accepts={_names((*arguments, 'return_dict'))},\n"
+    optional = {"return_dict"} & inspect.signature(model.forward).parameters.keys() - arguments.keys()
+    accepts = f"{FOUR}accepts={_names((*arguments, *optional))},\n"
     drafts = (
         f"Adapter(\n{block_lists}{accepts}{counts}{whole})\n"
         for whole in ("", f"{FOUR}whole_between_blocks=True,\n")
         for block_lists, counts in _drafts(lists, longest, prefixes, suffixes)
     )
     for source in drafts:
-        # What is proved is the source itself.
-        names = {"Adapter": Adapter, "BlockList": BlockList, "TablePerSample": TablePerSample}
-        adapter = eval(source, names | given)
+        # The proof is about the source itself, so evaluate it.
+        scope = {"Adapter": Adapter, "BlockList": BlockList, "TablePerSample": TablePerSample}
+        adapter = eval(source, scope | given)
         try:
             if P and adapter.num_prefix_tokens(model, arguments) != P:
-                raise ValueError(f"nothing was seen of the {P} tokens that num_prefix_tokens returns")
+                raise ValueError(f"no sequence has the {P} prefix tokens that num_prefix_tokens returns")
             proofs = [prove(model, adapter, arguments, route) for route in ROUTES]
         except WRONG as error:
-            apart, why = torch.inf, f"{type(error).__name__}: {error}"
+            distance, reason = torch.inf, f"{type(error).__name__}: {error}"
         else:
             proof = max(proofs, key=lambda proof: proof.dense + proof.routed)
-            if all(proof.passes for proof in proofs):  # no NaN is
+            if all(proof.passes for proof in proofs):  # false for NaN
                 return Proposal(_file(source, [name for name in given if given[name]]), adapter, proof)
-            apart, why = max(proof), f"the routes differ by {max(proof):.1g} of what they change"
-        failed.append((apart, adapter.whole_between_blocks, f"{source}\n{why}"))
+            distance, reason = max(proof), f"the routes differ by {max(proof):.1g} of what they change"
+        failed.append((distance, adapter.whole_between_blocks, f"{source}\n{reason}"))
     *_, closest = min(reversed(failed), key=lambda attempt: attempt[:2])
     raise ValueError(
-        f"no adapter for {type(model).__name__} was right; correct by hand what is wrong in the closest, and "
-        f"try it with routing.prove:\n{closest}"
+        f"no adapter for {type(model).__name__} passes the proof: correct the closest one by hand, and check "
+        f"it with routing.prove:\n{closest}"
     )
 
 
 def _file(source: str, counts: Sequence[str]) -> str:
     table = "from routing.adapters.families.parts import TablePerSample\n"
     lines = [table] if "TablePerSample" in source else []
-    lines += [f"# Put your {name} here, which is called below.\n" for name in counts]
+    lines += [f"# Put your function {name} here; the adapter calls it.\n" for name in counts]
     return f"from routing import Adapter, BlockList\n{''.join(lines)}\nadapter = {source}"
 
 
 class _Call(NamedTuple):
-    """A block that was called: its place in its list, and among all calls."""
+    """A call of a block: its index in its list, and the order among all calls."""
 
     idx: int
-    place: int
+    order: int
     arguments: dict[str, Any]
     output: Any
 
 
 @dataclass
-class _List:
-    """A list of blocks that carries the image.
+class _Watched:
+    """A list of blocks that processes the image, and its calls.
 
     Args:
-        tokens: the argument with the image; empty where none was found.
-        first: where the image begins in it.
-        num_tokens, num_suffix: T, and S.
-        num_prefix: P, of whatever is indexed by token, which `tokens` may not have.
-        behind: how many others may come behind the tokens, in whatever is indexed by token.
-        output: at which place of a tuple a block returns its tokens.
-        sequence_first: samples are in the second dimension of what is indexed by token.
+        tokens: name of the argument that holds the image; empty if there is none.
+        first: position of the first image token in it.
+        num_tokens, num_suffix: T and S.
+        num_prefix: P in other arguments indexed by token. `tokens` may lack the prefix.
+        num_others: possible numbers of other tokens at the end of arguments indexed by token.
+        output: index of the tokens in the tuple that a block returns.
+        sequence_first: True if samples are in the second dimension of arguments indexed by token.
     """
 
     name: str
@@ -146,7 +148,7 @@ class _List:
     num_tokens: int = 0
     num_suffix: int = 0
     num_prefix: int = 0
-    behind: Sequence[int] = ()
+    num_others: Sequence[int] = ()
     output: int | None = None
     sequence_first: bool = False
 
@@ -157,13 +159,13 @@ class _List:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What blocks were given beside the tokens."""
+        """Arguments of the blocks, without the tokens."""
         pairs = [pair for call in self.calls for pair in call.arguments.items()]
         return {name: value for name, value in pairs if value is not None and name != self.tokens}
 
-    def find(self, changed: Mapping[str, Any], before: "_List | None") -> None:
-        """Find the tokens in what another image changes: all of it in the first list, in a later one what the
-        list before returned, or as many.
+    def find(self, changed: Mapping[str, Any], before: "_Watched | None") -> None:
+        """Find the tokens among the arguments that another image changes. In the first list they are the
+        entries that change, in a later list the tokens of the list before, or as many.
         """
         for self.sequence_first in (False, True):
             pairs = {name: (x, changed[name]) for name, x in self.calls[0].arguments.items()}
@@ -174,19 +176,19 @@ class _List:
             }
             pairs = {name: pair for name, pair in pairs.items() if len(pair[0]) == self.num_samples}
             if before is None:
-                places = iter([(name, *_changed(*pair)) for name, pair in pairs.items()])
+                matches = iter([(name, *_changed(*pair)) for name, pair in pairs.items()])
             else:
-                places = before.places({name: x for name, (x, _) in pairs.items()})
-            if place := next(places, None):
-                self.tokens, self.first, self.num_tokens = place
+                matches = before.matches({name: x for name, (x, _) in pairs.items()})
+            if match := next(matches, None):
+                self.tokens, self.first, self.num_tokens = match
                 self.num_suffix = pairs[self.tokens][0].shape[1] - self.first - self.num_tokens
                 self._find_output()
                 return
 
     batch_first, tokens_of = BlockList.batch_first, BlockList.tokens_of
 
-    def places(self, sequences: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int, int]]:
-        """Yield where the image may be in what comes after this list: the name, the first token, and T."""
+    def matches(self, sequences: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int, int]]:
+        """Yield possible positions of the image after this list: name of the sequence, first token, T."""
         T, x = self.num_tokens, self.tokens_of(self.calls[-1].output)
         tokens = x[:, self.first : self.first + T]  # after the last block
         for name, x in sequences.items():
@@ -202,24 +204,25 @@ class _List:
         same = [i for i, x in enumerate(output) if isinstance(x, torch.Tensor) and x.shape == following.shape]
         equal = [i for i in same if torch.equal(output[i], following)]
         if len(equal or same) != 1:
-            raise ValueError(f"no output of a block of {self.name} is {self.tokens} of the next one")
+            raise ValueError(f"no output of a block in {self.name} becomes {self.tokens} of the next block")
         (self.output,) = equal or same
 
-    def source(self, ways: Mapping[str, str], suffix: str | None) -> str:
-        """Write the list as it stands in an adapter.
+    def source(self, gathers: Mapping[str, str], suffix: str | None) -> str:
+        """Return the source of a BlockList.
 
         Args:
-            suffix: counts S of this list; None: that of the adapter.
+            gathers: expressions that gather the arguments indexed by token.
+            suffix: expression that counts S of this list; None: the adapter's.
         """
         parts = [f'"{self.name}"']
         parts += [f'tokens="{self.tokens}"'] if self.tokens != "hidden_states" else []
         parts += ["joint=True"] if self.first else []
         parts += [f"output={self.output}"] if self.output is not None else []
-        if ways:
-            texts = {name: _of(way, "value") for name, way in ways.items()}
-            lines = "".join(f'{FOUR * 4}"{name}": lambda value, kept: {t},\n' for name, t in texts.items())
+        if gathers:
+            bodies = {name: _fill(gather, "value") for name, gather in gathers.items()}
+            lines = "".join(f'{FOUR * 4}"{name}": lambda value, kept: {b},\n' for name, b in bodies.items())
             parts.append(f"by_token={{\n{lines}{FOUR * 3}}}")
-        if shared := [name for name in self.given if name not in ways]:
+        if shared := [name for name in self.given if name not in gathers]:
             parts.append(f"shared={_names(shared)}")
         parts += ["sequence_first=True"] if self.sequence_first else []
         parts += [f"num_suffix_tokens=lambda model, arguments: {suffix}"] if suffix else []
@@ -227,164 +230,162 @@ class _List:
         return f"{FOUR * 2}BlockList(\n{lines}{FOUR * 2}),\n"
 
     def variants(self, values: Mapping[str, Any]) -> list[dict[str, str]]:
-        """Return ways to gather those of the values that are indexed by token, by name."""
-        ways = {name: self._ways(value) for name, value in values.items()}
-        ways = {name: found for name, found in ways.items() if found}
-        return [dict(zip(ways, chosen, strict=True)) for chosen in product(*ways.values())]
+        """Return all combinations of expressions that gather the values indexed by token, by name."""
+        gathers = {name: self._gathers(value) for name, value in values.items()}
+        gathers = {name: choices for name, choices in gathers.items() if choices}
+        return [dict(zip(gathers, chosen, strict=True)) for chosen in product(*gathers.values())]
 
-    def _ways(self, value: Any) -> list[str]:
-        """Ways to gather a value by token; empty if it is not indexed by token."""
+    def _gathers(self, value: Any) -> list[str]:
+        """Return expressions that may gather a value; empty if it is not indexed by token."""
         if isinstance(value, torch.Tensor):
-            return self._of_tensor(value)
+            return self._tensor_gathers(value)
         if isinstance(value, tuple | list):
-            return self._of_sequence(value)
+            return self._sequence_gathers(value)
         if isinstance(value, dict):
-            found = [
-                [f"{k!r}: {_of(way, f'$[{k!r}]')}" for k, way in d.items()] for d in self.variants(value)
-            ]
-            return [f"{{**$, {', '.join(entries)}}}" for entries in found if entries]
+            variants = [variant.items() for variant in self.variants(value) if variant]
+            variants = [[f"{k!r}: {_fill(gather, f'$[{k!r}]')}" for k, gather in v] for v in variants]
+            return [f"{{**$, {', '.join(entries)}}}" for entries in variants]
         return [NUM_KEPT] if type(value) is int and value == self.length else []
 
-    def _of_sequence(self, value: Sequence[Any]) -> list[str]:
-        parts = [self._ways(part) for part in value]
+    def _sequence_gathers(self, value: Sequence[Any]) -> list[str]:
+        parts = [self._gathers(part) for part in value]
         kind = "list" if isinstance(value, list) else "tuple"
-        if parts and all(ways == parts[0] for ways in parts):
-            return [f"{kind}({_of(way, 'x')} for x in $)" for way in parts[0]]
+        if parts and all(gathers == parts[0] for gathers in parts):
+            return [f"{kind}({_fill(gather, 'x')} for x in $)" for gather in parts[0]]
         if not any(parts):
             return []
-        places = ([_of(way, f"$[{i}]") for way in ways or ["$"]] for i, ways in enumerate(parts))
-        return [f"({' '.join(f'{way},' for way in ways)})" for ways in product(*places)]
+        items = ([_fill(gather, f"$[{i}]") for gather in part or ["$"]] for i, part in enumerate(parts))
+        return [f"({' '.join(f'{item},' for item in chosen)})" for chosen in product(*items)]
 
-    def _of_tensor(self, x: torch.Tensor) -> list[str]:
+    def _tensor_gathers(self, x: torch.Tensor) -> list[str]:
         if self.sequence_first and x.shape[:2] == (self.length, self.num_samples):
             return [SAMPLES_SECOND]
         joint_length = self.num_prefix + self.length
         joint = ("gather_joint",) if self.first else ("gather_joint", "gather_between")
-        if x.shape[-1] == joint_length:  # a mask: if it hides too little to tell, one that needs no prefix
+        if x.shape[-1] == joint_length:  # a mask: if both pass, prefer the one that needs no prefix
             joint = joint[::-1]
         start = joint_length if self.first else self.length
-        with_others = {start + number: ("gather_between",) for number in self.behind}
+        with_others = {start + number: ("gather_between",) for number in self.num_others}
         methods = {**with_others, joint_length: joint, self.length: ("gather",)}
         dims = {dim: methods[size] for dim, size in enumerate(x.shape) if size in methods}
         if dims and x.shape[0] in (1, self.num_samples):
-            first = min(dims)  # alone, where a table happens to have as many channels as there are tokens
-            each = [dims, {first: dims[first]}] if len(dims) > 1 else [dims]
-            return [way for of_dims in each for way in _of_dims(of_dims)]
-        # A table for all samples.
-        found = [f"kept.{method}($.unsqueeze(0))" for method in dims.get(0, ())]
-        found += [f"TablePerSample({way})" for way in found]
-        return [*found, LEADING] if found and x.ndim == 1 else found
+            first = min(dims)  # or this one alone: the channels of a table may equal the number of tokens
+            choices = [dims, {first: dims[first]}] if len(dims) > 1 else [dims]
+            return [gather for methods in choices for gather in _along_dims(methods)]
+        # A table that all samples share.
+        gathers = [f"kept.{method}($.unsqueeze(0))" for method in dims.get(0, ())]
+        gathers += [f"TablePerSample({gather})" for gather in gathers]
+        return [*gathers, LEADING] if gathers and x.ndim == 1 else gathers
 
 
 def _changed(x: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
-    """Return the first token that differs, and how many there are up to the last one."""
-    where = (x != other).any(dim=2).any(dim=0).nonzero().flatten()
-    return int(where[0]), int(where[-1] - where[0]) + 1
+    """Return the position of the first token that differs, and the number of tokens up to the last one."""
+    indices = (x != other).any(dim=2).any(dim=0).nonzero().flatten()
+    return int(indices[0]), int(indices[-1] - indices[0]) + 1
 
 
-def _of(way: str, value: str) -> str:
-    return way.replace("$", value)
+def _fill(gather: str, value: str) -> str:
+    return gather.replace("$", value)
 
 
-def _of_dims(methods: Mapping[int, Sequence[str]]) -> Iterator[str]:
-    """Yield ways to gather along dimensions, each by one of its methods."""
+def _along_dims(methods: Mapping[int, Sequence[str]]) -> Iterator[str]:
+    """Yield expressions that gather along several dimensions, with one method for each."""
     for chosen in product(*methods.values()):
-        way = "$"
+        gather = "$"
         for dim, method in zip(methods, chosen, strict=True):
-            way = f"kept.{method}({way}, {dim})"
-        yield way
+            gather = f"kept.{method}({gather}, {dim})"
+        yield gather
 
 
 def _drafts(
-    lists: Sequence[_List], longest: _List, prefixes: Mapping[int, str], suffixes: Mapping[int, str]
+    lists: Sequence[_Watched], longest: _Watched, prefixes: Mapping[int, str], suffixes: Mapping[int, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield block lists and counts of adapters: of the lists with as many tokens before the image as the
-    longest has, or none, and none or a known number behind it; then without the first of them, which may
-    prepare the image for what comes.
+    """Yield sources of block lists and counts. They cover the lists whose tokens have the prefix or none, and
+    a known suffix or none; then drop the first of these lists, which may be refiners of the image.
     """
-    joint = next((each for each in (longest, *lists) if each.first), longest)
+    joint = next((watched for watched in (longest, *lists) if watched.first), longest)
     P, S = joint.first, longest.num_suffix
     for number, known, side, where in ((P, prefixes, "prefix", joint), (S, suffixes, "suffix", longest)):
         if number and number not in known:
             raise ValueError(
-                f"{where.tokens} of {where.name} has {number} {side} tokens beside those of the image, which "
-                f"no argument explains: pass num_{side}_tokens, which returns how many"
+                f"{where.tokens} of {where.name} has {number} {side} tokens that no argument explains: pass "
+                f"num_{side}_tokens, a function that returns their number"
             )
-    alike = [each for each in lists if each.first in (0, P) and each.num_suffix in (0, *suffixes)]
-    for some in (alike[start:] for start in range(alike.index(longest) + 1)):
-        tensors = [x for x in tree_leaves([each.given for each in some]) if isinstance(x, torch.Tensor)]
+    alike = [x for x in lists if x.first in (0, P) and x.num_suffix in (0, *suffixes)]
+    for chosen in (alike[start:] for start in range(alike.index(longest) + 1)):
+        tensors = [x for x in tree_leaves([x.given for x in chosen]) if isinstance(x, torch.Tensor)]
         sizes = {size for x in tensors for size in x.shape}
-        # Tables and masks may have a prefix that the tokens do not have.
+        # Tables and masks may have a prefix that the tokens lack.
         numbers = [P] if P else [*(n for n in prefixes if longest.length + n in sizes), 0]
-        for number, behind in product(numbers, ((), (*prefixes, S))):
-            for each in some:
-                each.num_prefix, each.behind = number, behind
-            for ways in product(*(each.variants(each.given) for each in some)):
-                yield _draft(list(zip(some, ways, strict=True)), prefixes.get(number), suffixes)
+        for number, num_others in product(numbers, ((), (*prefixes, S))):
+            for watched in chosen:
+                watched.num_prefix, watched.num_others = number, num_others
+            for gathers in product(*(watched.variants(watched.given) for watched in chosen)):
+                yield _draft(list(zip(chosen, gathers, strict=True)), prefixes.get(number), suffixes)
 
 
 def _draft(
-    lists: Sequence[tuple[_List, Mapping[str, str]]], prefix: str | None, suffixes: Mapping[int, str]
+    lists: Sequence[tuple[_Watched, Mapping[str, str]]], prefix: str | None, suffixes: Mapping[int, str]
 ) -> tuple[str, str]:
-    """Write lists with ways to gather their arguments, and what counts tokens beside those of the image."""
-    own, counts = [suffixes.get(each.num_suffix) for each, _ in lists], {}
-    if len({each.num_suffix for each, _ in lists}) == 1 and own[0]:
-        counts, own = {"num_suffix_tokens": own[0]}, [None for _ in lists]
-    sources = "".join(each.source(ways, suffix) for (each, ways), suffix in zip(lists, own, strict=True))
-    if any(text in sources for text in ("joint=True", "gather_joint", _of(LEADING, ""))):
+    """Return the source of block lists, and of the functions that count prefix and suffix tokens."""
+    by_list, counts = [suffixes.get(watched.num_suffix) for watched, _ in lists], {}
+    if len({watched.num_suffix for watched, _ in lists}) == 1 and by_list[0]:
+        counts, by_list = {"num_suffix_tokens": by_list[0]}, [None for _ in lists]
+    sources = "".join(x.source(gathers, count) for (x, gathers), count in zip(lists, by_list, strict=True))
+    if any(text in sources for text in ("joint=True", "gather_joint", _fill(LEADING, ""))):
         counts = {"num_prefix_tokens": prefix, **counts}
     lines = (f"{FOUR}{name}=lambda model, arguments: {text},\n" for name, text in counts.items())
     return f"{FOUR}block_lists=(\n{sources}{FOUR}),\n", "".join(lines)
 
 
-def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> list[_List]:
-    """Return the lists of blocks that carry the image, one after another."""
+def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> list[_Watched]:
+    """Return the lists of blocks that process the image, in the order in which they run."""
     if not all(isinstance(x, torch.Tensor) for x in tree_leaves(arguments.get(image))):
         raise ValueError(f"image={image} must be a tensor among the arguments, or a list of tensors")
     if len(arguments[image]) < 2:
-        raise ValueError(f"{image} has one sample: give two, which differ")
+        raise ValueError(f"{image} must have at least two samples, which differ")
     calls = _calls(model, arguments)
     changed = _calls(model, {**arguments, image: tree_map(torch.randn_like, arguments[image])})
-    lists: list[_List] = []
-    for name, of_list in calls.items():
+    lists: list[_Watched] = []
+    for name, list_calls in calls.items():
         before = lists[-1] if lists else None
-        if before and of_list[0].place < before.calls[-1].place:
-            continue  # it runs between the blocks of that one
-        found = _List(name, of_list, len(arguments[image]))
-        found.find(changed[name][0].arguments, before)
-        lists += [found] if found.tokens else []
+        if before and list_calls[0].order < before.calls[-1].order:
+            continue  # it runs between the blocks of the list before
+        watched = _Watched(name, list_calls, len(arguments[image]))
+        watched.find(changed[name][0].arguments, before)
+        lists += [watched] if watched.tokens else []
     if not lists:
         raise ValueError(
-            f"{type(model).__name__} has no list of blocks, run one after another, whose attention "
+            f"{type(model).__name__} has no list of blocks that run in order and whose attention "
             f"(F.scaled_dot_product_attention, or torch's own layers) sees the tokens of image={image!r}"
         )
     return lists
 
 
 def _lengths(model: nn.Module, arguments: Mapping[str, Any], image: str) -> dict[int, str]:
-    """Count what may be beside the tokens of the image, each number with the Python that tells it: a text, as
-    states, words or a list of states; learned tokens; what becomes a single token; and two of these.
+    """Return possible counts of tokens besides the image, with a Python expression for each: of a text
+    (states, ids, or a list of states), learned tokens, an argument that becomes one token, sums of two.
     """
     num_samples, integers = len(arguments[image]), (torch.int32, torch.int64)
     others = {name: value for name, value in arguments.items() if name != image}
     tensors = {name: x for name, x in others.items() if isinstance(x, torch.Tensor)}
     sized = [name for name, x in tensors.items() if x.ndim >= 3]
     sized += [name for name, x in tensors.items() if x.ndim == 2 and x.dtype in integers]
-    found = [f'arguments["{name}"].shape[1]' for name in sized]
+    counts = [f'arguments["{name}"].shape[1]' for name in sized]
     for name, value in others.items():
         parts = value if isinstance(value, list) and len(value) == num_samples else [None]
         if all(isinstance(x, torch.Tensor) and x.ndim == 2 for x in parts):
-            found.append(f'max(map(len, arguments["{name}"]))')
+            counts.append(f'max(map(len, arguments["{name}"]))')
     for name, x in model.named_parameters(recurse=False):
-        found += [f"model.{name}.shape[-2]"] if x.ndim == 2 or (x.ndim == 3 and len(x) == 1) else []
-    found += ["1"] if any(x.ndim in (1, 2) and len(x) == num_samples for x in tensors.values()) else []
+        counts += [f"model.{name}.shape[-2]"] if x.ndim == 2 or (x.ndim == 3 and len(x) == 1) else []
+    counts += ["1"] if any(x.ndim in (1, 2) and len(x) == num_samples for x in tensors.values()) else []
     lengths: dict[int, str] = {}
-    for text in (*found, *map(" + ".join, combinations(found, 2))):
+    for text in (*counts, *map(" + ".join, combinations(counts, 2))):
         lengths.setdefault(eval(text, {"model": model, "arguments": arguments}), text)
     return lengths
 
 
-class _Attention(TorchFunctionMode):
+class _AttentionCounter(TorchFunctionMode):
     count = 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -393,11 +394,11 @@ class _Attention(TorchFunctionMode):
 
 
 def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Call]]:
-    """Run a model; return the calls of each list of blocks that attend, and ran once, one after another."""
+    """Run a model; return the calls of each list whose blocks attend and ran once each, in order."""
     kinds = (nn.ModuleList, nn.Sequential)
     lists = {name: blocks for name, blocks in model.named_modules() if isinstance(blocks, kinds)}
-    found: dict[str, list[_Call]] = {}
-    attention, started, attending, places = _Attention(), [], set(), count()
+    calls: dict[str, list[_Call]] = {}
+    attention, started, attending, order = _AttentionCounter(), [], set(), count()
 
     def start(block: nn.Module, args: tuple) -> None:
         started.append(attention.count)
@@ -408,7 +409,7 @@ def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Ca
         for parameter in signature.parameters.values():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 values |= values.pop(parameter.name, {})
-        found.setdefault(name, []).append(_Call(i, next(places), values, output))
+        calls.setdefault(name, []).append(_Call(i, next(order), values, output))
         attending.update([name] if attention.count > started.pop() else [])
 
     with ExitStack() as hooks, torch.no_grad(), attention:
@@ -420,9 +421,9 @@ def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Ca
                 hooks.enter_context(block.register_forward_pre_hook(start))
                 hooks.enter_context(block.register_forward_hook(partial(watch, name, i), with_kwargs=True))
         model(**arguments)
-    whole = [name for name in attending if [call.idx for call in found[name]] == [*range(len(lists[name]))]]
-    inner = {name for name in whole for of in whole if name.startswith(f"{of}.")}
-    return {name: calls for name, calls in found.items() if name in whole and name not in inner}
+    whole = [name for name in attending if [call.idx for call in calls[name]] == [*range(len(lists[name]))]]
+    inner = {name for name in whole for outer in whole if name.startswith(f"{outer}.")}
+    return {name: calls[name] for name in calls if name in whole and name not in inner}
 
 
 def _names(names: Sequence[str]) -> str:

@@ -1,10 +1,9 @@
-"""Routers: each chooses which tokens of a sample stay in a window.
+"""Routers choose the tokens of each sample that stay in a window.
 
     router(x, num_kept, /, *, force_keep=None, noise=None, generator=None) -> ids_keep
 
-x (N, T, D) are the tokens before the window, without a prefix; noise (N, T) in [0, 1) takes the place of the
-draw from `generator`; ids_keep (N, K) are positions in x, ascending, the tokens of force_keep (N, T) bool
-among them as far as they fit.
+x (N, T, D): the tokens before the window, without prefix. force_keep (N, T) bool: tokens that are kept first.
+noise (N, T) in [0, 1): replaces the draw from `generator`. ids_keep (N, K): ascending positions in x.
 """
 
 from routing.routers.grid import grid_router

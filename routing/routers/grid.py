@@ -1,4 +1,4 @@
-"""Tokens spread evenly: one at random of each group of neighbours, before a second of any. [SPRINT]"""
+"""Keep tokens that are spread evenly: one random token per group of neighbours, then a second. [SPRINT]"""
 
 from math import isqrt
 
@@ -18,17 +18,17 @@ def grid_router(
     noise: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Return ids_keep (N, K) by groups of side x side tokens of a square grid.
+    """Return ids_keep (N, K), spread over the groups of side x side tokens of a square grid.
 
-    K need not be the number of groups: each keeps as many as the others, or one more.
+    K may be any number: the groups keep equal numbers of tokens, or differ by one.
     """
     N, T, grid = *x.shape[:2], isqrt(x.shape[1])
     if grid**2 != T:
-        raise ValueError(f"model/router=grid takes a square grid of tokens, not {T} of them")
+        raise ValueError(f"model/router=grid needs a square number of tokens, not {T}")
     if side < 1 or grid % side:
-        raise ValueError(f"model.router.side={side} must divide the side of the grid of tokens, {grid}")
+        raise ValueError(f"model.router.side={side} must divide the side of the token grid, {grid}")
     noise = token_noise(x, generator) if noise is None else noise
     groups = noise.view(N, grid // side, side, grid // side, side).transpose(2, 3)
-    rank = groups.flatten(3).argsort(dim=-1).argsort(dim=-1).view_as(groups)  # within the group, from 0
+    rank = groups.flatten(3).argsort(dim=-1).argsort(dim=-1).view_as(groups)  # rank in its group, from 0
     rank = rank.transpose(2, 3).reshape(N, T)
     return keep_lowest(rank + noise, num_kept, force_keep)

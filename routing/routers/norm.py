@@ -1,4 +1,4 @@
-"""Tokens of the largest norm, alone or mixed with chance.
+"""Keep the tokens with the largest L1 norm, or mix the norm with random noise.
 
 DEVIATION: the largest norms stay, as the documentation of SimpleTuner says; its code keeps the smallest.
 """
@@ -22,17 +22,17 @@ def norm_router(
     """Return ids_keep (N, K) by the L1 norm of each token.
 
     Args:
-        weight: of the norm against chance, in (0, 1]; 1 keeps strictly the largest.
+        weight: weight of the norm against the noise, in (0, 1]; 1 keeps exactly the largest norms.
     """
     if not 0 < weight <= 1:
         raise ValueError(f"model.router.weight={weight} must be in (0, 1]")
     if noise is None:
-        noise = token_noise(x, generator)  # at weight 1 too, so that later draws are the same
-    dtype = torch.promote_types(x.dtype, torch.float32)  # it must not be narrower than x
+        noise = token_noise(x, generator)  # drawn at weight 1 too, so that later draws are the same
+    dtype = torch.promote_types(x.dtype, torch.float32)  # it must be at least as wide as x
     norms = torch.linalg.vector_norm(x.detach(), ord=1, dim=-1, dtype=dtype).to(noise.dtype)  # (N, T)
     if weight == 1:
-        return keep_lowest(-norms, num_kept, force_keep)  # not scaled: rounding would make ties of neighbours
-    # cost = (1 - weight) * noise - weight * norm, the norms of each sample scaled to [0, 1]
+        return keep_lowest(-norms, num_kept, force_keep)  # unscaled: rounding would create ties
+    # cost = (1 - weight) * noise - weight * norm, where the norms of each sample are scaled to [0, 1]
     low, high = norms.aminmax(dim=1, keepdim=True)
     scaled = (norms - low) / (high - low).clamp(min=torch.finfo(norms.dtype).tiny)
     return keep_lowest(noise.lerp(-scaled, weight), num_kept, force_keep)

@@ -1,4 +1,4 @@
-"""Tokens at random, each sample's own: the selection of the final version of [TREAD]."""
+"""Keep random tokens, drawn independently for each sample, as in the final version of [TREAD]."""
 
 import torch
 
@@ -19,7 +19,7 @@ def random_router(
 
 
 def token_noise(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Draw a number in [0, 1) for each token of x (N, T, D), in fp32 whatever x is: bf16 has 256 levels in
-    [0.5, 1), and ties would favour low positions.
+    """Draw a number in [0, 1) per token of x (N, T, D), always in fp32: bf16 has few values, and ties would
+    favour low positions.
     """
     return torch.rand(x.shape[:2], generator=generator, device=x.device, dtype=torch.float32)

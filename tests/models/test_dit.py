@@ -189,7 +189,7 @@ def test_the_compiled_gelu_is_the_same_function():
 @pytest.mark.parametrize(
     ("options", "changes", "message"),
     [
-        ({}, {"routing": Routing(0.5)}, r"selection_ratio=0.5 must be in \[0, 1\], for all .* each of 0"),
+        ({}, {"routing": Routing(0.5)}, r"selection_ratio=0.5 must be in \[0, 1\]: .* each of 0"),
         ({}, {"routing": Routing([0.5])}, r"selection_ratio=\[0.5\] must be in .* each of 0"),
         ({"routes": [PAPER]}, {"routing": Routing(1.1)}, r"selection_ratio=1.1 must be in \[0, 1\]"),
         ({"routes": [PAPER]}, {"class_labels": None}, "class_labels must be given for model.num_classes=10"),

@@ -1,4 +1,4 @@
-"""Routes in the network, for every kind of block: what travels, what does not, and no host syncs."""
+"""Routes in the network, for every kind of block: what is gathered, what is not, and no host syncs."""
 
 from functools import partial
 
@@ -34,7 +34,7 @@ VARIANTS = [
     for block in ("dit", "sprint", "modern", "lightning", "mamba", "rwkv")
 ]
 VARIANTS.append({"block": "dit", "num_prefix_tokens": 0})
-# What `attach` must know of a DiT that was built without routes.
+# Adapter of a DiT that was built without routes.
 ADAPTER = Adapter(
     [
         BlockList(
@@ -77,7 +77,7 @@ def routes_from(windows):
 
 
 def window_of(net, batch, **arguments):
-    """Run the network; return its output, and of its first window ids_keep, the sequence before it, and the
+    """Run the network. Return its output and, for its first window, ids_keep, the sequence before it, and the
     inputs of its blocks and of the block after it.
     """
     route, inputs, before = net.routes[0], [], []
@@ -96,7 +96,7 @@ def window_of(net, batch, **arguments):
 
 
 def rejoined(net, h, ids, window):
-    """The definitions of models/rejoin/, for a sample (1, L, D) whose tokens `ids` went through a window."""
+    """Rejoin as models/rejoin/ defines it, for a sample (1, L, D) whose tokens `ids` were routed."""
     rejoin = net.rejoins[0]
     if isinstance(rejoin, Fuse):
         padded = rejoin.mask_token.expand_as(h).index_copy(1, ids, window)
@@ -113,19 +113,19 @@ def rejoined(net, h, ids, window):
 @pytest.mark.parametrize("rejoin", REJOINS.values(), ids=REJOINS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_routed_blocks_see_each_sample_s_own_tokens(variant, rejoin, by_token):
-    """The window applied by hand to each sample alone gives what the batch gives, also where each token has
-    a noise level of its own.
+    """The window applied by hand to each sample alone gives the result of the batch, also if each token has
+    its own noise level.
     """
     net = small_dit([PAPER], class_dropout_prob=0.0, rejoin=rejoin, **variant).train()
     (x, c_noise, labels), P, positions = small_batch(), net.num_prefix_tokens, net.positions
     c_noise, noise = torch.randn(4, P + 16) if by_token else c_noise, torch.rand(4, 16)
     output = net(x, c_noise, labels, routing=Routing(noise=[noise]))
     for n, ids in enumerate(noise.argsort(dim=1)[:, :8].sort(dim=1).values):
-        ids, own = torch.cat([torch.arange(P), P + ids]), slice(n, n + 1)
-        h = net.x_embedder(x[own])
+        ids, sample = torch.cat([torch.arange(P), P + ids]), slice(n, n + 1)
+        h = net.x_embedder(x[sample])
         h = h if net.pos_embed is None else h + net.pos_embed
         h = torch.cat([net.prefix, h], dim=1) if P else h
-        c = net.t_embedder(c_noise[own]).view(1, -1, 32) + net.y_embedder(labels[own]).unsqueeze(1)
+        c = net.t_embedder(c_noise[sample]).view(1, -1, 32) + net.y_embedder(labels[sample]).unsqueeze(1)
         for block in net.blocks[:2]:
             h = block(h, c, positions)
         window, c_window = h[:, ids], c[:, ids] if by_token else c
@@ -135,11 +135,11 @@ def test_routed_blocks_see_each_sample_s_own_tokens(variant, rejoin, by_token):
         for block in net.blocks[5:]:
             h = block(h, c, positions)
         by_hand = net._unpatchify(net.final_layer(h[:, P:], c[:, P:] if by_token else c))
-        torch.testing.assert_close(output[own], by_hand, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(output[sample], by_hand, atol=1e-4, rtol=1e-4)
 
 
 def test_modern_block_is_what_its_name_says():
-    """RMSNorm, QK-norm, rotation of channel pairs as complex numbers, softmax, SwiGLU, by hand."""
+    """By hand: RMSNorm, QK-norm, rotation of channel pairs as complex numbers, softmax, SwiGLU."""
     net = small_dit(block="modern")
     block, x, c = net.blocks[0], torch.randn(2, 16, 32), torch.randn(2, 1, 32)
     torch.nn.init.uniform_(block.attn.q_norm.weight, 0.5, 2.0)
@@ -182,7 +182,7 @@ def test_queries_and_keys_are_normalised_and_turned_in_fp32():
 
 
 def test_prefix_tokens_come_first_and_have_no_position():
-    """Neither of the table nor of the rotation."""
+    """Neither from the table nor by rotation."""
     dit, modern = (small_dit(block=block, num_prefix_tokens=3) for block in BLOCKS)
     x, z = small_batch()[0], torch.randn(4, 19, 8)
     assert torch.equal(dit._embed(x)[:, :3], dit.prefix.expand(4, -1, -1))
@@ -253,7 +253,7 @@ def test_forced_tokens_stay_and_a_full_mask_does_not_change_the_others():
     )
     plain, plain_ids, _, _ = window_of(net, small_batch(), generator=draw[1])
     assert {0, 5, 15} <= set(ids_keep[1].tolist())
-    assert torch.equal(ids_keep[0], plain_ids[0])  # where all are forced, chance decides as without
+    assert torch.equal(ids_keep[0], plain_ids[0])  # if all are forced, the draw decides as without
     assert torch.equal(ids_keep[2:], plain_ids[2:])
     assert torch.equal(output[2:], plain[2:])
 
@@ -273,44 +273,44 @@ def test_without_removal_the_window_sees_all_tokens():
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize(("by_token", "checkpointing"), [(False, False), (True, False), (False, True)])
-def test_routes_that_are_attached_are_those_of_the_network(variant, by_token, checkpointing):
-    """Two executors of a window, one answer: outputs and gradients, class dropout among them."""
+def test_attached_routes_equal_the_network_s_routes(variant, by_token, checkpointing):
+    """The DiT's loop and `attach` give the same outputs and gradients, with class dropout."""
     options = {"class_dropout_prob": 0.5, "gradient_checkpointing": checkpointing, **variant}
-    own, dense = small_dit(TWO_ROUTES, **options).train(), small_dit(**options).train()
+    routed, dense = small_dit(TWO_ROUTES, **options).train(), small_dit(**options).train()
     attach(dense, TWO_ROUTES, adapter=ADAPTER)
     x, c_noise, labels = small_batch()
     if by_token:
-        c_noise = torch.randn(4, 16 + own.num_prefix_tokens)
+        c_noise = torch.randn(4, 16 + routed.num_prefix_tokens)
     routing = Routing(noise=[torch.rand(4, 16) for _ in TWO_ROUTES])
-    # The network draws the classes that it drops, then tokens from the noise; `attach` a seed for each route
-    # before, which nothing needs here.
+    # The network draws the dropped classes and takes tokens from the noise. `attach` first draws one seed per
+    # route, which is not used here.
     ahead = torch.Generator().manual_seed(0)
     torch.randint(2**63 - 1, (2,), generator=ahead)
-    draws = {own: ahead, dense: torch.Generator().manual_seed(0)}
-    found = []
+    draws = {routed: ahead, dense: torch.Generator().manual_seed(0)}
+    results = []
     for net, generator in draws.items():
         output = net(x, c_noise, labels, routing=routing, generator=generator)
         output.square().sum().backward()
-        found.append([output, *(parameter.grad for parameter in net.parameters())])
-    assert torch.equal(found[0][0], found[1][0])
-    torch.testing.assert_close(*found)  # gradients of what is gathered in each block are added in turn
+        results.append([output, *(parameter.grad for parameter in net.parameters())])
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(*results)  # gradients of gathered tensors are summed in another order
     unlike = dense(x, c_noise, labels, routing=Routing(0), generator=torch.Generator().manual_seed(0))
-    assert not torch.equal(found[1][0], unlike)
-    with pytest.raises(ValueError, match="DiT has routes of its own: build it without"):
-        attach(own, TWO_ROUTES, adapter=ADAPTER)
+    assert not torch.equal(results[1][0], unlike)
+    with pytest.raises(ValueError, match="DiT was built with routes: build it without"):
+        attach(routed, TWO_ROUTES, adapter=ADAPTER)
     detach(dense)
-    assert torch.equal(dense.eval()(x, c_noise, labels), own.eval()(x, c_noise, labels))
+    assert torch.equal(dense.eval()(x, c_noise, labels), routed.eval()(x, c_noise, labels))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "of_route", [{"router": ROUTERS[1]}, FUSED, {"rejoin": Mask}], ids=["bypass", "fuse", "mask"]
+    "route_options", [{"router": ROUTERS[1]}, FUSED, {"rejoin": Mask}], ids=["bypass", "fuse", "mask"]
 )
-def test_gradient_checkpointing_changes_no_gradient(variant, precision, of_route):
+def test_gradient_checkpointing_changes_no_gradient(variant, precision, route_options):
     gradients = []
     for gradient_checkpointing in (False, True):
-        options = {**of_route, "fp32_after_route": True, **variant}
+        options = {**route_options, "fp32_after_route": True, **variant}
         net = small_dit(TWO_ROUTES, gradient_checkpointing=gradient_checkpointing, **options).train()
         calls = []
         net.blocks[2].register_forward_pre_hook(lambda _, args, calls=calls: calls.append(args[0].shape[1]))
@@ -325,7 +325,7 @@ def test_gradient_checkpointing_changes_no_gradient(variant, precision, of_route
 
 @pytest.mark.parametrize(("variant", "options"), EACH_ONCE)
 def test_no_tensor_reaches_the_host(variant, options):
-    """A fake tensor has no values: whatever asks for one fails."""
+    """Fake tensors have no values, so reading one fails."""
     options = {"block": "dit", **variant, **options}
     options["block"] = networks.BLOCKS[options["block"]]
     with FakeTensorMode():
@@ -376,7 +376,7 @@ def test_a_token_is_touched_where_its_patch_is():
 
 
 def test_a_mask_forces_tokens_that_it_covers_by_more_than_the_area():
-    """A half, a quarter and the whole of the first three patches."""
+    """The mask covers a half, a quarter and the whole of the first three patches."""
     mask = torch.zeros(1, 8, 8)
     mask[0, 0, :2] = mask[0, 0, 2] = mask[0, :2, 4:6] = 1
     for area, forced in ((0.0, [0, 1, 2]), (0.25, [0, 2]), (0.5, [2]), (0.75, [2])):

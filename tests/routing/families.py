@@ -1,4 +1,4 @@
-"""Models of five classes of diffusers, and inputs for them in all their variants; see models.py."""
+"""Models of five classes of diffusers, and all variants of their inputs; see models.py."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ def no_more(inputs):
 
 @dataclass(frozen=True)
 class Family:
-    """A class, its lists of blocks, options beside those of MODELS, and what its variants are given."""
+    """A class, its lists of blocks, options in addition to MODELS, and a function for variants of inputs."""
 
     kind: str
     block_lists: tuple[str, ...] = ("transformer_blocks",)
@@ -29,7 +29,7 @@ class Family:
     def build(self):
         torch.manual_seed(0)
         model = getattr(diffusers, self.kind)(**MODELS[self.kind](SIZES)[0] | self.options)
-        with torch.no_grad():  # biases and tables that start at 0 could hide a mistake
+        with torch.no_grad():  # parameters that start at 0 could hide a mistake
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
         return model.train()
@@ -53,7 +53,7 @@ def randn(*shape, seed=0):
 
 
 def residuals(count, num_tokens=NUM_TOKENS, seed=4):
-    """Of a ControlNet."""
+    """Return residuals of a ControlNet."""
     return [randn(NUM_SAMPLES, num_tokens, SIZES.width, seed=seed + i) for i in range(count)]
 
 
@@ -90,13 +90,13 @@ def for_wan(inputs, timestep_per_token=False):
 
 
 BOTH = ("transformer_blocks", "single_transformer_blocks")
-OF_FLUX = {"num_layers": 3, "num_single_layers": 4, "guidance_embeds": True}
-OF_SD3 = {"dual_attention_layers": (0, 2), "qk_norm": "rms_norm"}
-OF_AURAFLOW = {"num_mmdit_layers": 2, "num_single_dit_layers": 4}
+FLUX_OPTIONS = {"num_layers": 3, "num_single_layers": 4, "guidance_embeds": True}
+SD3_OPTIONS = {"dual_attention_layers": (0, 2), "qk_norm": "rms_norm"}
+AURAFLOW_OPTIONS = {"num_mmdit_layers": 2, "num_single_dit_layers": 4}
 FAMILIES = {
-    "flux": Family("FluxTransformer2DModel", BOTH, OF_FLUX, for_flux),
-    "sd3": Family("SD3Transformer2DModel", options=OF_SD3, further=for_sd3),
+    "flux": Family("FluxTransformer2DModel", BOTH, FLUX_OPTIONS, for_flux),
+    "sd3": Family("SD3Transformer2DModel", options=SD3_OPTIONS, further=for_sd3),
     "pixart": Family("PixArtTransformer2DModel", further=for_pixart),
-    "auraflow": Family("AuraFlowTransformer2DModel", ("joint_transformer_blocks", BOTH[1]), OF_AURAFLOW),
+    "auraflow": Family("AuraFlowTransformer2DModel", ("joint_transformer_blocks", BOTH[1]), AURAFLOW_OPTIONS),
     "wan": Family("WanTransformer3DModel", ("blocks",), further=for_wan),
 }

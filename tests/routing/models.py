@@ -1,4 +1,4 @@
-"""A small model of every class of diffusers that can be routed, with random weights, and inputs for it."""
+"""Small models with random weights of all diffusers classes that can be routed, and their inputs."""
 
 import inspect
 from collections.abc import Callable
@@ -16,7 +16,7 @@ FRAMES = 4  # of a video, each of half the side
 
 
 class Sizes(NamedTuple):
-    """Of a small model, and of its inputs; an image is of side x side tokens."""
+    """Sizes of a small model and its inputs. An image has side x side tokens."""
 
     width: int = 32
     num_heads: int = 2
@@ -31,12 +31,12 @@ class Sizes(NamedTuple):
 
     @property
     def double_single(self):
-        """A third of double blocks."""
+        """Depths: one third double blocks, the rest single."""
         return {"num_layers": self.depth // 3, "num_single_layers": self.depth - self.depth // 3}
 
     @property
     def axes(self):
-        """Channels of a head that rotate by each of three coordinates."""
+        """Number of channels of a head that rotate with each of three coordinates."""
         first = self.head_dim // 8 if self.head_dim * 7 % 32 == 0 else self.head_dim // 4
         return first, (self.head_dim - first) // 2, (self.head_dim - first) // 2
 
@@ -46,19 +46,19 @@ class Sizes(NamedTuple):
 
     @property
     def text_mask(self):
-        """Which tokens of the text are no padding (N, P): half of them, one less in each sample."""
+        """Mask (N, P) of text tokens without padding: half of them, one less for each further sample."""
         half = self.num_text // 2
         return torch.arange(self.num_text) < (half - torch.arange(self.batch) % half).unsqueeze(1)
 
     def longer(self, length):
-        """A mask (N, length) without the last two tokens of the first sample."""
+        """Return a mask (N, length) that excludes the last two tokens of the first sample."""
         mask = torch.ones(self.batch, length, dtype=torch.bool)
         mask[0, -2:] = False
         return mask
 
     @property
     def joint_mask(self):
-        """A mask (N, P + T) of text and image."""
+        """Mask (N, P + T) of text and image."""
         return torch.cat([self.text_mask, torch.ones(self.batch, self.side**2, dtype=torch.bool)], dim=1)
 
     def image(self, channels, patch_size=2):
@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
 
     @property
     def positions(self):
-        """The coordinates (T, 3) of tokens: 0, row, column."""
+        """Coordinates (T, 3) of the tokens: 0, row, column."""
         return torch.cartesian_prod(torch.zeros(1), *(torch.arange(float(self.side)),) * 2)
 
     @property
@@ -99,7 +99,7 @@ class Sizes(NamedTuple):
 
     @property
     def condition(self):
-        """What most models take beside the image."""
+        """Arguments of most models besides the image."""
         return {"encoder_hidden_states": self.text, "timestep": self.time}
 
     @property
@@ -111,7 +111,7 @@ class Sizes(NamedTuple):
         return angles.cos(), angles.sin()
 
 
-# What classes call their sizes.
+# Names of the sizes in the classes.
 NAMES = {
     "num_heads": """num_attention_heads num_heads n_heads n_kv_heads dit_heads cross_attn_num_heads
         audio_num_attention_heads""",
@@ -129,7 +129,7 @@ NAMES = {
 
 
 def usual(kind, s):
-    """The options of a class that are sizes."""
+    """Return the options of a class that are sizes."""
     values = {"num_heads": s.num_heads, "head_dim": s.head_dim, "depth": s.depth, "width": s.width}
     values |= {"mlp": 4 * s.width, "axes": s.axes, "text": TEXT_DIM, "pooled": POOLED_DIM}
     given = {name: values[what] for what, names in NAMES.items() for name in names.split()}
@@ -137,12 +137,12 @@ def usual(kind, s):
 
 
 def plus(model, options, inputs):
-    """The options and inputs of a model, and others beside or in place of them."""
+    """Return the options and inputs of a model, with additions and replacements."""
     return {**model[0], **options}, {**model[1], **inputs}
 
 
 def published(name, s):
-    """As the benchmark builds it."""
+    """Build the model as the benchmark does."""
     return options_and_inputs(name, Size(*s))
 
 
@@ -170,7 +170,7 @@ def cogview(s):
 
 
 def transformer_2d(s):
-    """As in a U-Net: of features, not of patches."""
+    """Build the model as in a U-Net: tokens are features, not patches."""
     return {"in_channels": s.width, "cross_attention_dim": TEXT_DIM}, {
         "hidden_states": s.image(s.width, patch_size=1),
         "encoder_hidden_states": s.text,
@@ -179,7 +179,7 @@ def transformer_2d(s):
 
 
 def ideogram(s):
-    """Every second text is shorter by a token, with padding before it."""
+    """Every second text is one token shorter, with padding before it."""
     text, image, rows = s.num_text, s.side**2, s.head_dim // 6
     positions = torch.cat([torch.arange(float(text))[:, None].expand(-1, 3), 65536 + s.positions])
     is_padding = torch.zeros(s.batch, text + image, dtype=torch.bool)
@@ -214,7 +214,7 @@ def lumina_next(s):
 
 
 def omnigen(s):
-    """Padding comes first; text sees what is before it, the rest all. The first has a reference image."""
+    """Padding comes first. Text attends causally, the rest to all. The first sample has a reference image."""
     length, factors = s.num_text + 1 + s.side**2, [1.0] * (s.head_dim // 2)
     sees = torch.ones(length, length, dtype=torch.bool).tril()
     sees[s.num_text :] = True
@@ -240,7 +240,7 @@ def qwen(s):
 
 
 def qwen_21(s):
-    """A reference image of four tokens within a text with padding."""
+    """A reference image of four tokens in a padded text."""
     slots = torch.zeros(s.num_text + s.side**2 // 4, dtype=torch.bool)  # one for four tokens
     slots[1], slots[s.num_text :] = True, True
     return {}, {
@@ -252,7 +252,7 @@ def qwen_21(s):
 
 
 def allegro(s):
-    """Tables for each axis, and the coordinates of tokens in them."""
+    """Return tables for each axis, and the coordinates of the tokens in them."""
     axes = [torch.arange(FRAMES), torch.arange(s.side // 2), torch.arange(s.side // 2)]
     coordinates = [grid.reshape(1, -1) for grid in torch.meshgrid(*axes, indexing="ij")]
     angles = [
@@ -271,7 +271,7 @@ def wan(s):
 
 
 def anyflow(s):
-    """Each frame with its own timesteps."""
+    """Each frame has its own timesteps."""
     options, inputs = wan(s)
     timestep = torch.randint(1000, (s.batch, FRAMES))
     latents = inputs["hidden_states"].transpose(1, 2)
@@ -279,7 +279,7 @@ def anyflow(s):
 
 
 def helios(s):
-    """After 1 + 2 + 4 frames at three resolutions."""
+    """The video follows 1 + 2 + 4 frames at three resolutions."""
     options, inputs = wan(s)
     rows = s.head_dim // 3 // 2 * 2
     inputs["indices_hidden_states"] = torch.arange(7, 11).expand(s.batch, -1)
@@ -307,7 +307,7 @@ def hunyuan_video(s):
 
 
 def framepack(s):
-    """After 1, 2 and 4 frames at three resolutions."""
+    """The video follows 1, 2 and 4 frames at three resolutions."""
     options, inputs = hunyuan_video(s)
     options |= {"has_image_proj": True, "has_clean_x_embedder": True}
     inputs |= {"image_embeds": torch.randn(s.batch, 3, POOLED_DIM), "indices_latents": torch.arange(7, 11)}
@@ -336,7 +336,7 @@ def sound(s):
 
 
 def stable_audio(s):
-    """Half of a head rotates; keys and values of the text have half of the heads."""
+    """Half of a head rotates. Keys and values of the text have half as many heads."""
     from diffusers.models.embeddings import get_1d_rotary_pos_embed as rotary
 
     options = {"num_key_value_attention_heads": s.num_heads // 2, "cross_attention_dim": s.width // 2}
@@ -349,10 +349,10 @@ def stable_audio(s):
     }
 
 
-# Options of each class beside the usual ones, and inputs.
+# Options of each class in addition to the usual ones, and its inputs.
 MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     **{name: partial(published, name) for name in WIDTHS},
-    "AceStepTransformer1DModel": lambda s: (  # the window is of the side to both sides
+    "AceStepTransformer1DModel": lambda s: (  # the window extends by `side` in both directions
         {"num_key_value_heads": s.num_heads // 2, "sliding_window": s.side, "intermediate_size": 3 * s.width},
         {
             "hidden_states": torch.randn(s.batch, 2 * s.side**2, 64),
@@ -371,7 +371,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
             "joint_attention_kwargs": {"attention_mask": s.joint_mask[:, None, None]},
         },
     ),
-    "BriaFibo2Transformer2DModel": lambda s: (  # an image to edit, of two tokens; one block reads the text
+    "BriaFibo2Transformer2DModel": lambda s: (  # an image to edit of two tokens; one block reads the text
         {
             **{"min_num_gist_tokens": 3, "max_num_gist_tokens": 3, "gist_step": 1, "patch_size": 2},
             **{"injection_layer_ids": (s.depth // 2,), "axes_lens": (64, 64, 64)},
@@ -399,7 +399,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         {"rope_axes_dim": (256, 256)},
         {"original_size": s.pixels, "attention_mask": s.text_mask},
     ),
-    "ConsisIDTransformer3DModel": lambda s: plus(  # a face is attended to after every second block
+    "ConsisIDTransformer3DModel": lambda s: plus(  # every second block is followed by attention to a face
         cogvideox(s),
         {
             **{"LFE_depth": 5, "LFE_num_scale": 5, "LFE_output_dim": int(s.width / 3 * 2)},
@@ -407,7 +407,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         },
         {"id_cond": s.pooled, "id_vit_hidden": [torch.randn(s.batch, 3, POOLED_DIM) for _ in range(5)]},
     ),
-    # Cosmos 2, each frame with its own timestep; positions of Cosmos 1 do not run in double precision.
+    # Cosmos 2, where each frame has its own timestep. Positions of Cosmos 1 do not run in double precision.
     "CosmosTransformer3DModel": lambda s: (
         {"in_channels": 17, "extra_pos_embed_type": None},
         {
@@ -425,7 +425,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     "DreamLiteTransformer2DModel": lambda s: plus(
         transformer_2d(s), {"qk_norm": "rms_norm", "num_kv_heads": s.num_heads // 2}, {}
     ),
-    "EasyAnimateTransformer3DModel": lambda s: (  # all blocks have parameters of their own for the text
+    "EasyAnimateTransformer3DModel": lambda s: (  # all blocks have separate parameters for the text
         {"patch_size": 2, "in_channels": 16, "out_channels": 16},
         wan(s)[1],
     ),
@@ -445,7 +445,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
             "image_cond_ids": pad(s.positions[:3], (0, 1)) + torch.tensor([10.0, 0, 0, 0]),
         },
     ),
-    "GlmImageTransformer2DModel": lambda s: plus(  # a token of the prior for each of the image
+    "GlmImageTransformer2DModel": lambda s: plus(  # one prior token per image token
         cogview(s),
         {"prior_vq_quantizer_codebook_size": 32},
         {
@@ -484,7 +484,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     "HunyuanVideoFramepackTransformer3DModel": framepack,
     "Ideogram4Transformer2DModel": ideogram,
     "JoyImageEditTransformer3DModel": joyimage,
-    # A reference of one row, two for the last sample; the others are padded.
+    # A reference of one row, of two rows for the last sample; the others are padded.
     "JoyImageEditPlusTransformer3DModel": lambda s: plus(
         joyimage(s),
         {},
@@ -504,13 +504,13 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
             "text_rope_pos": torch.arange(s.num_text),
         },
     ),
-    # Video without sound: the latent, that of the condition, and a mask.
+    # Video without audio: the latent, the latent of the condition, and a mask.
     "Kandinsky6Transformer3DModel": lambda s: plus(
         kandinsky(s, channels=33),
         dict.fromkeys(("text_token_padding", "ca_rope", "cross_gates", "fix_modulation"), True),
         {"encoder_attention_mask": s.text_mask},
     ),
-    "Krea2Transformer2DModel": lambda s: (  # text of three layers, with padding
+    "Krea2Transformer2DModel": lambda s: (  # text states of three layers, with padding
         {
             **{"num_key_value_heads": s.num_heads, "num_text_layers": 3},
             **{"text_intermediate_size": 32, "text_num_attention_heads": 2, "text_num_key_value_heads": 2},
@@ -533,7 +533,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     "LongCatImageTransformer2DModel": lambda s: like_flux(s, plane=1.0),
     "LTXVideoTransformer3DModel": ltx,
-    # Video with a timestep for each token, and 3 tokens of audio, which are never routed.
+    # Video with one timestep per token, and 3 audio tokens, which are never routed.
     "LTX2VideoTransformer3DModel": lambda s: plus(
         ltx(s),
         sound(s) | {"rope_type": "split"},
@@ -544,14 +544,14 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         },
     ),
     "LuminaNextDiT2DModel": lumina_next,
-    "Lumina2Transformer2DModel": lambda s: (  # texts of one length, with one token of padding
+    "Lumina2Transformer2DModel": lambda s: (  # texts of equal length, with one token of padding
         lumina(s),
         {
             **{"hidden_states": s.image(16), **s.condition},
             "encoder_attention_mask": torch.arange(s.num_text).expand(s.batch, -1) < s.num_text - 1,
         },
     ),
-    # Half of a head rotates; each latent has a condition of its own, which is added before.
+    # Half of a head rotates. Each latent has its own condition, which is added before the blocks.
     "MiniMaxMusic3Transformer1DModel": lambda s: (
         {"rotary_dim": s.head_dim // 2, "condition_dim": TEXT_DIM},
         {
@@ -576,11 +576,11 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
             "image_embeds": torch.randn(s.batch, 3, POOLED_DIM),
         },
     ),
-    # The first three blocks and the last one have no experts; each expert takes all tokens.
+    # The first three blocks and the last one have no experts. Each expert takes all tokens.
     "NucleusMoEImageTransformer2DModel": lambda s: (
         {
             **{"in_channels": 64, "patch_size": 1, "num_experts": 8, "capacity_factors": 8.0},
-            "mlp_ratio": max(4.0, 192 / s.width),  # the layers in between are of multiples of 128
+            "mlp_ratio": max(4.0, 192 / s.width),  # inner layers are multiples of 128
         },
         {
             **{"hidden_states": s.tokens(64), **s.condition, "encoder_hidden_states_mask": s.text_mask},
@@ -602,14 +602,14 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
             "video_rotary_emb": s.rotary(s.width, (1, s.side**2)),
         },
     ),
-    # Diffusion forcing: pairs of frames see those before, and each frame has its own timestep.
+    # Diffusion forcing: pairs of frames see earlier frames, and each frame has its own timestep.
     "SkyReelsV2Transformer3DModel": lambda s: plus(
         wan(s),
         {},
         {"timestep": torch.randint(1000, (s.batch, FRAMES)), "enable_diffusion_forcing": True},
     ),
     "StableAudioDiTModel": stable_audio,
-    "StableAudio3DiTModel": lambda s: (  # with what is painted in, which each block adds to the latents
+    "StableAudio3DiTModel": lambda s: (  # each block adds the inpainting condition to the latents
         {"num_memory_tokens": 3},
         {
             **{"hidden_states": s.tokens(256).transpose(1, 2), **s.condition},
@@ -618,7 +618,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
             "local_add_cond": s.tokens(257).transpose(1, 2),
         },
     ),
-    "T5FilmDecoder": lambda s: (  # two encodings, of which the first sample has less
+    "T5FilmDecoder": lambda s: (  # two encodings, shorter for the first sample
         {"targets_length": s.side**2},
         {
             "encodings_and_masks": [
@@ -629,7 +629,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         },
     ),
     "Transformer2DModel": lambda s: plus(transformer_2d(s), {"caption_channels": None}, {}),
-    "ZImageTransformer2DModel": lambda s: (  # every second text is longer by 32 tokens; the others are padded
+    "ZImageTransformer2DModel": lambda s: (  # every second text is 32 tokens longer; the others are padded
         {},
         {
             **{"x": [*s.image(16).unsqueeze(2)], "t": s.time},
@@ -640,20 +640,20 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
 
 
 def cast_timesteps(embedder, linear):
-    """Embed timesteps in the type of the weights: the model knows half and single precision alone."""
+    """Embed timesteps in the dtype of the weights: the model supports half and single precision only."""
     embedder.register_forward_pre_hook(lambda module, args: args[0].to(linear.weight.dtype))
 
 
 def prepare(name, model):
-    """Finish a model as its pipeline does, or so that proofs see its attention."""
+    """Finish a model as its pipeline does, or so that proofs can observe its attention."""
     from diffusers.models.attention_processor import Attention, AttnProcessor2_0
     from diffusers.models.unets.unet_dreamlite import DreamLiteAttnProcessor2_0
 
-    if name == "DreamLiteTransformer2DModel":  # as the U-Net does: the default one cannot group heads
+    if name == "DreamLiteTransformer2DModel":  # as in the U-Net: the default processor cannot group heads
         for block in model.transformer_blocks:
             block.attn1.set_processor(DreamLiteAttnProcessor2_0())
             block.attn2.set_processor(DreamLiteAttnProcessor2_0())
-    elif name == "T5FilmDecoder":  # its own processor, which scales no scores, hides attention
+    elif name == "T5FilmDecoder":  # its own processor, without scaling, hides attention
         for module in model.modules():
             if isinstance(module, Attention):
                 module.set_processor(AttnProcessor2_0())
@@ -662,7 +662,7 @@ def prepare(name, model):
     elif name == "NucleusMoEImageTransformer2DModel":
         for block in model.transformer_blocks:
             for parameter in block.img_mlp.experts.parameters() if block.moe_enabled else ():
-                nn.init.normal_(parameter, std=0.1)  # diffusers leaves them as they are in memory
+                nn.init.normal_(parameter, std=0.1)  # diffusers does not initialize them
     elif name == "Kandinsky5Transformer3DModel":
         cast_timesteps(model.time_embeddings.in_layer, model.time_embeddings.in_layer)
     elif name == "MotifVideoTransformer3DModel":
@@ -671,7 +671,7 @@ def prepare(name, model):
 
 
 def built(name, sizes=Sizes()):  # noqa: B008
-    """A model with random weights in double precision, and inputs."""
+    """Return a model with random weights in double precision, and inputs."""
     from diffusers import models
 
     torch.manual_seed(0)
@@ -679,7 +679,7 @@ def built(name, sizes=Sizes()):  # noqa: B008
     model = kind(**usual(kind, sizes) | options)
     prepare(name, model)
     with torch.no_grad():
-        for parameter in model.parameters():  # what starts at 0 could hide a mistake
+        for parameter in model.parameters():  # parameters that start at 0 could hide a mistake
             parameter.add_(0.05 * torch.randn_like(parameter))
     return model.double(), tree_map(in_double, inputs)
 

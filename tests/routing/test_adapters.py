@@ -1,4 +1,4 @@
-"""Routes in models of other people, through adapters of a few lines."""
+"""Routes in other people's models, with short adapters."""
 
 import pytest
 import timm
@@ -25,7 +25,7 @@ def vit():
 
 
 def check(model, adapter, arguments, window=WINDOW):
-    """Hold an adapter against a network that hides what bypasses, in double precision."""
+    """Prove an adapter in double precision."""
     proof = prove(model.double(), adapter, arguments, window)
     assert proof.dense == 0 and proof.routed < 1e-9
 
@@ -45,10 +45,10 @@ def test_a_vit_of_timm_routes_its_patches_and_keeps_its_class_token():
 def test_a_model_that_does_not_run_its_list_of_blocks_is_refused():
     model = vit()
     attach(model, [WINDOW], adapter=VIT)
-    model.set_grad_checkpointing(True)  # timm then runs over the list's children
+    model.set_grad_checkpointing(True)  # timm then runs the children of the list
     with pytest.raises(
         ValueError,
-        match="the route of layers 1 to 3 was not taken: VisionTransformer does not run its blocks",
+        match="the route of layers 1 to 3 was not applied: VisionTransformer does not run its blocks",
     ):
         model(torch.randn(1, 3, 32, 32))
 
@@ -61,16 +61,16 @@ def test_an_adapter_that_would_route_the_prefix_is_refused():
 def test_an_argument_that_no_adapter_names_is_refused():
     model = vit()
     attach(model, [WINDOW], adapter=VIT)
-    with pytest.raises(ValueError, match="attn_mask of VisionTransformer does not go together with routing"):
+    with pytest.raises(ValueError, match="attn_mask of VisionTransformer is not supported with routing"):
         model(torch.randn(1, 3, 32, 32), attn_mask=torch.ones(17, 17, dtype=torch.bool))
     detach(model)
     attach(model, [WINDOW], adapter=Adapter(VIT.block_lists, ["x", "attn_mask"], VIT.num_prefix_tokens))
-    with pytest.raises(ValueError, match="attn_mask of Block does not go together with routing"):
+    with pytest.raises(ValueError, match="attn_mask of Block is not supported with routing"):
         model(torch.randn(1, 3, 32, 32), attn_mask=torch.ones(17, 17, dtype=torch.bool))
 
 
 class DecoderLayer(nn.Module):
-    """As in a language model: causal attention, rotary positions, a mask of what each token may see."""
+    """A layer of a language model: causal attention, rotary positions, an attention mask."""
 
     def __init__(self, dim, num_heads):
         super().__init__()
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         angles = torch.arange(T)[None, :, None] / 10 ** torch.linspace(0, 2, 16)  # (1, T, d)
         causal, eye = torch.ones(T, T, dtype=torch.bool).tril(), torch.eye(T, dtype=torch.bool)
         causal = causal & attention_mask[:, None, None].bool() | eye  # (N, 1, T, T)
-        for layer in self.layers[:5]:  # by a slice, as such models do
+        for layer in self.layers[:5]:  # a slice, as in such models
             x = layer(x, attention_mask=causal, position_embeddings=(angles.cos(), angles.sin()))
         return x
 
@@ -128,7 +128,7 @@ def test_a_language_model_keeps_positions_and_masks_with_the_tokens():
 
 
 class SequenceFirst(DecoderLayer):
-    """Takes samples in the second dimension."""
+    """Takes tokens as (T, N, D)."""
 
     def forward(self, x, position_embeddings):
         return super().forward(x.transpose(0, 1), None, position_embeddings).transpose(0, 1)
@@ -140,10 +140,10 @@ def tables(positions):
 
 
 class Packed(nn.Module):
-    """Layers of the image alone, then of the image with text behind it, of which a part is for one layer.
+    """Layers for the image alone, then for the image with text after it. A part of the text differs by layer.
 
     Args:
-        cuts: that part is for one layer, and cut off at a place that is counted once.
+        cuts: True to replace this part before each layer, at a position that is computed once.
     """
 
     def __init__(self, cuts):
@@ -162,9 +162,9 @@ class Packed(nn.Module):
             x = self.run(layer, x, None, tables(positions[: image.shape[1]]))
         x = torch.cat([x, text, further[0]], dim=1).transpose(0, 1)
         num_tokens, num_cut = image.shape[1], image.shape[1] + text.shape[1]
-        for layer, own in zip(self.layers, further, strict=True):
+        for layer, layer_text in zip(self.layers, further, strict=True):
             if self.cuts:
-                x = torch.cat([x[:num_cut], own.transpose(0, 1)])
+                x = torch.cat([x[:num_cut], layer_text.transpose(0, 1)])
             x = self.run(layer, x, tables(positions))
         return x[:num_tokens].transpose(0, 1)
 
@@ -199,7 +199,7 @@ def test_text_joins_in_a_later_list_with_samples_second(cuts):
 
 
 class Twice(Decoder):
-    """Runs its layers two times."""
+    """Runs its layers twice."""
 
     def forward(self, input_ids, attention_mask):
         return super().forward(input_ids, attention_mask) + super().forward(input_ids, attention_mask)

@@ -35,7 +35,7 @@ from tests.routing.models import TEXT_DIM, in_double
 
 WINDOW = Route(0.5, 1, -2)
 REFERENCE_FIRST = (torch.arange(NUM_TOKENS) < 4).float()[:, None] * torch.tensor([1.0, 0, 0])
-# Arguments beside the usual ones; each is indexed by token.
+# Additional arguments that are indexed by token.
 VARIANTS = [
     *((name, {}) for name in FAMILIES),
     ("flux", {"num_reference_tokens": 4}),
@@ -47,7 +47,7 @@ VARIANTS = [
     ("wan", {"timestep_per_token": True}),
 ]
 every_family = pytest.mark.parametrize("name", FAMILIES)
-# For what is not the adapter's: one list of blocks that return a tensor, and two whose blocks return two.
+# For tests of code outside the adapters: one list whose blocks return a tensor, two whose blocks return two.
 two_families = pytest.mark.parametrize("name", ["wan", "flux"])
 every_variant = pytest.mark.parametrize(
     ("name", "variant"), VARIANTS, ids=["-".join([name, *variant]) for name, variant in VARIANTS]
@@ -59,7 +59,7 @@ def run(model, arguments, **ours):
 
 
 def made(name, **variant):
-    """A model of a family and inputs for it."""
+    """Return a model of a family and its inputs."""
     return FAMILIES[name].build(), FAMILIES[name].arguments(**variant)
 
 
@@ -70,7 +70,7 @@ def attached(name, **variant):
 
 
 def check(model, arguments, windows=(WINDOW,)):
-    """Hold routes against a network that hides what bypasses, in double precision."""
+    """Prove the adapter of a model in double precision."""
     for window in windows:
         proof = prove(model.double(), adapter_of(model), tree_map(in_double, arguments), window)
         assert proof.dense == 0 and proof.routed < 1e-9
@@ -81,10 +81,10 @@ def with_gradient(arguments):
 
 
 @every_variant
-def test_routes_are_those_of_a_network_that_hides_what_bypasses(name, variant):
+def test_routes_equal_a_model_that_hides_bypassing_tokens(name, variant):
     model, arguments = made(name, **variant)
     if "controlnet_single_block_samples" in arguments:
-        arguments["controlnet_single_block_samples"][-1].zero_()  # behind a window that ends there
+        arguments["controlnet_single_block_samples"][-1].zero_()  # added after the window
     whole = Route(0.75, 0, -1)
     check(model, arguments, [whole] if "controlnet" in variant else [whole, WINDOW])
 
@@ -109,7 +109,7 @@ def test_the_residual_of_the_last_block_reaches_the_kept_tokens_alone(name, key,
 def test_a_seed_is_drawn_for_each_route():
     model, arguments = made("flux")
     routes, generator = attach(model, [Route(0.25, 2, -1), Route(0.5, 0, 1)]), seeded()
-    assert routes == (Route(0.5, 0, 1), Route(0.25, 2, 6))  # and so are seeds, ratios and noise
+    assert routes == (Route(0.5, 0, 1), Route(0.25, 2, 6))  # seeds, ratios and noise have this order too
     seeds = [int(torch.randint(2**63 - 1, (), generator=generator)) for _ in routes]
     noise = [torch.rand(NUM_SAMPLES, NUM_TOKENS, generator=seeded(seed)) for seed in seeds]
     output = run(model, arguments, generator=seeded())
@@ -127,7 +127,7 @@ def test_gradients_reach_every_token(name, variant):
 
 
 @two_families
-def test_it_routes_in_training_with_gradients_alone(name):
+def test_it_routes_only_in_training_with_gradients(name):
     model, arguments = made(name)
     plain, state = run(model, arguments), torch.get_rng_state()
     attach(model, [WINDOW])
@@ -143,7 +143,7 @@ def test_it_routes_in_training_with_gradients_alone(name):
 
 
 @every_family
-def test_a_model_is_saved_as_it_is_and_detached_as_it_was(name, tmp_path):
+def test_attach_does_not_change_saved_files_and_detach_undoes_it(name, tmp_path):
     family, (model, arguments) = FAMILIES[name], made(name)
     plain = run(model, arguments)
     model.save_pretrained(tmp_path / "before")
@@ -164,7 +164,7 @@ def test_a_model_is_saved_as_it_is_and_detached_as_it_was(name, tmp_path):
 
 
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, copy.copy, nn.Module._replicate_for_data_parallel])
-def test_a_copy_has_routes_and_modules_of_its_own(copied_by):
+def test_a_copy_has_its_own_routes_and_modules(copied_by):
     model, arguments = attached("sd3")
     routed, copied = run(model, arguments, generator=seeded()), copied_by(model)
     assert torch.equal(run(copied, arguments, generator=seeded()), routed)
@@ -172,7 +172,7 @@ def test_a_copy_has_routes_and_modules_of_its_own(copied_by):
     copied.proj_out.weight.zero_()
     assert not torch.equal(run(copied, arguments, generator=seeded()), routed)
     assert torch.equal(run(model, arguments, generator=seeded()), routed)
-    kept = copy.deepcopy(model)  # others share the lists of blocks
+    kept = copy.deepcopy(model)  # the other copies share the lists of blocks
     detach(model)
     assert not torch.equal(run(model, arguments), routed)
     assert torch.equal(run(kept, arguments, generator=seeded()), routed)
@@ -207,7 +207,7 @@ def test_checkpointing_that_would_lose_gradients_is_refused(name):
     with pytest.raises(ValueError, match="use_reentrant=True would lose the gradients"):
         run(model, with_gradient(arguments))
     model.eval()
-    run(model, arguments)  # the pass that failed has left nothing behind
+    run(model, arguments)  # the failed pass leaves nothing behind
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_the_router_is_given_the_tokens_of_the_image_and_the_mask(name, variant,
         run(model, arguments, routing=Routing(force_keep=torch.zeros(NUM_SAMPLES, NUM_TOKENS + 5).bool()))
 
 
-def test_positions_may_be_given_for_each_sample_as_they_once_were():
+def test_positions_may_be_given_for_each_sample():
     model, arguments = attached("flux", num_reference_tokens=4)
     expected = run(model, arguments, generator=seeded())
     by_sample = {key: arguments[key].expand(NUM_SAMPLES, -1, -1) for key in ("img_ids", "txt_ids")}
@@ -252,20 +252,20 @@ def test_positions_may_be_given_for_each_sample_as_they_once_were():
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("flux", {"img_ids": REFERENCE_FIRST}, "must come before those of reference images"),
+        ("flux", {"img_ids": REFERENCE_FIRST}, "must come before tokens of reference images"),
         ("pixart", {"cross_attention_kwargs": {"gligen": {}}}, r"cross_attention_kwargs\.gligen of"),
         ("wan", {"routing": Routing(1.0)}, r"num_kept=0 must be in \[1, 16\]"),
         ("wan", {"routing": Routing([0.5, 0.5])}, r"selection_ratio=\[0\.5, 0\.5\] must be .* each of 1"),
     ],
 )
-def test_what_does_not_go_together_with_routing_is_refused_by_name(name, arguments, message):
+def test_arguments_that_are_not_supported_are_refused_by_name(name, arguments, message):
     model, usual = attached(name)
     with pytest.raises(ValueError, match=message):
         run(model, {**usual, **arguments})
     run(model, usual)
 
 
-def test_ways_to_attend_that_are_not_known_are_refused_by_name():
+def test_unknown_attention_is_refused_by_name():
     model, arguments = attached("flux")
     attention = model.transformer_blocks[0].attn
     attention.set_processor(FluxIPAdapterAttnProcessor(32, TEXT_DIM))
@@ -278,7 +278,7 @@ def test_ways_to_attend_that_are_not_known_are_refused_by_name():
     model.disable_cache()
     run(model, arguments)
     model._parallel_config = object()  # as enable_parallelism() leaves it
-    with pytest.raises(ValueError, match="parallelism of FluxTransformer2DModel does not go together"):
+    with pytest.raises(ValueError, match="parallelism of FluxTransformer2DModel is not supported with"):
         run(model, arguments)
     gated = rebuilt("pixart", attention_type="gated")
     attach(gated, [WINDOW])
@@ -302,8 +302,8 @@ def test_projections_may_be_fused(name):
     check(model, arguments)
 
 
-def test_arguments_may_be_given_by_place_and_residuals_be_repeated():
-    """FLUX repeats its ControlNet's residuals in turn or, by default, each for several blocks."""
+def test_arguments_may_be_positional_and_residuals_repeated():
+    """FLUX repeats its ControlNet's residuals in turn or, by default, uses each for several blocks."""
     model, arguments = made("flux", controlnet=True)
     a, b = arguments["controlnet_block_samples"]
     names = list(inspect.signature(model.forward).parameters)
@@ -311,12 +311,12 @@ def test_arguments_may_be_given_by_place_and_residuals_be_repeated():
     expected = run(model, {**arguments, "controlnet_block_samples": [a, b, a]}, generator=seeded())
     repeated = {**arguments, "controlnet_blocks_repeat": True}
     assert torch.equal(run(model, repeated, generator=seeded()), expected)
-    by_place = [repeated.get(name) for name in names]
-    by_place[names.index("return_dict")] = False
-    assert torch.equal(model(*by_place, generator=seeded())[0], expected)
+    positional = [repeated.get(name) for name in names]
+    positional[names.index("return_dict")] = False
+    assert torch.equal(model(*positional, generator=seeded())[0], expected)
 
 
-def test_wan_takes_the_tokens_of_an_image_beside_the_text():
+def test_wan_takes_image_embeddings_in_addition_to_the_text():
     model = rebuilt("wan", image_dim=8, added_kv_proj_dim=32)
     arguments = {
         **FAMILIES["wan"].arguments(),
@@ -331,19 +331,19 @@ def test_wan_takes_the_tokens_of_an_image_beside_the_text():
 
 def test_unknown_models_and_blocks_that_do_not_fit_are_refused():
     model = FAMILIES["sd3"].build()
-    with pytest.raises(ValueError, match=r"routing knows no Linear: pass a class that `python -m routing\."):
+    with pytest.raises(ValueError, match=r"no adapter is known for Linear: pass a class of `python -m r"):
         attach(nn.Linear(2, 2), [WINDOW])
-    # Of the same name; of a derived class with a forward of its own.
+    # A class of the same name, and a derived class with another forward.
     for like in (type("SD3Transformer2DModel", (nn.Module,), {})(), copy.copy(model)):
         like.__class__ = type("SD3Transformer2DModel", (type(like),), {"forward": lambda self: None})
-        with pytest.raises(ValueError, match="routing knows no SD3Transformer2DModel"):
+        with pytest.raises(ValueError, match="no adapter is known for SD3Transformer2DModel"):
             attach(like, [WINDOW])
-    with pytest.raises(ValueError, match="pos_embed of SD3Transformer2DModel is a PatchEmbed"):
+    with pytest.raises(ValueError, match=r"must be .* or Sequential, not a PatchEmbed"):
         attach(model, [WINDOW], adapter=Adapter([BlockList("pos_embed")], ()))
     with pytest.raises(ValueError, match="JointTransformerBlock in transformer_blocks takes no argument to"):
         attach(model, [WINDOW], adapter=Adapter([BlockList("transformer_blocks", tokens="tokens")], ()))
     attach(model, [WINDOW])
-    with pytest.raises(ValueError, match="has routes"):
+    with pytest.raises(ValueError, match="already has routes"):
         attach(model, [WINDOW])
     detach(model)
     with pytest.raises(ValueError, match="has no routes"):
@@ -375,14 +375,14 @@ def test_a_forward_that_would_lose_the_routes_is_refused():
     with pytest.raises(ValueError, match="forward of SD3Transformer2DModel was replaced"):
         attach(model, [WINDOW])
     remove_hook_from_module(model)
-    of_one = attach(model, WINDOW)
+    routes = attach(model, WINDOW)
     detach(model)
-    assert attach(model, (route for route in [WINDOW])) == of_one
+    assert attach(model, (route for route in [WINDOW])) == routes
 
 
 @pytest.mark.parametrize("edit", ["replaced", "longer", "shorter"])
 def test_a_list_of_blocks_that_was_edited_is_refused(edit):
-    """Layers are counted through it: a window would be elsewhere."""
+    """Layers are counted through the lists, so the window would move."""
     model, arguments = attached("sd3")
     blocks = model.transformer_blocks
     if edit == "replaced":
@@ -391,13 +391,13 @@ def test_a_list_of_blocks_that_was_edited_is_refused(edit):
         blocks.insert(1, copy.deepcopy(blocks[1]))
     else:
         del blocks[0]
-    with pytest.raises(ValueError, match="of SD3Transformer2DModel was replaced, or is no longer of 5 b"):
+    with pytest.raises(ValueError, match=r"of SD3Transformer2DModel has changed since attach \(it had 5"):
         run(model, arguments)
     detach(model)
     run(model, arguments)
 
 
-def test_routes_are_detached_under_what_has_wrapped_the_forward():
+def test_routes_can_be_detached_from_a_wrapped_model():
     model, arguments = made("sd3")
     plain = run(model, arguments)
     attach(model, [WINDOW])
@@ -408,7 +408,7 @@ def test_routes_are_detached_under_what_has_wrapped_the_forward():
     assert torch.equal(run(model, arguments), plain)
     remove_hook_from_module(model)
     attach(model, [WINDOW])
-    AcceleratorState._reset_state()  # of tests before that chose no precision
+    AcceleratorState._reset_state()  # earlier tests chose no precision
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     wrapped = accelerator.prepare(model)
     detach(accelerator.unwrap_model(wrapped, keep_fp32_wrapper=True))
@@ -422,15 +422,15 @@ def test_routes_are_detached_under_what_has_wrapped_the_forward():
 
 
 @two_families
-def test_a_pass_in_another_thread_is_its_own(name):
-    """Dense while a routed one is between two blocks."""
+def test_another_thread_may_run_a_dense_pass(name):
+    """It runs while a routed pass is between two blocks."""
     family, (model, arguments) = FAMILIES[name], made(name)
     dense = run(model, arguments)
     attach(model, [WINDOW])
-    routed, found = run(model, arguments, generator=seeded()), []
+    routed, outputs = run(model, arguments, generator=seeded()), []
 
     def other():
-        found.append(run(model, arguments, routing=Routing(0)).detach())
+        outputs.append(run(model, arguments, routing=Routing(0)).detach())
 
     def interrupt(*_):
         hook.remove()
@@ -440,7 +440,7 @@ def test_a_pass_in_another_thread_is_its_own(name):
 
     hook = family.layers(model)[2].register_forward_pre_hook(interrupt)
     assert torch.equal(run(model, arguments, generator=seeded()), routed)
-    assert torch.equal(found[0], dense)
+    assert torch.equal(outputs[0], dense)
 
 
 @two_families
@@ -455,11 +455,11 @@ def test_wrapped_blocks_are_refused(name):
 
 
 @two_families
-def test_a_model_says_what_its_forward_takes(name):
+def test_the_signature_has_the_added_keywords(name):
     model = FAMILIES[name].build()
-    own = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(model.forward).parameters
     attach(model, [WINDOW])
-    assert list(inspect.signature(model.forward).parameters) == [*own, "routing", "generator"]
+    assert list(inspect.signature(model.forward).parameters) == [*parameters, "routing", "generator"]
     assert type(model).__name__ == type(FAMILIES[name].build()).__name__
 
 
@@ -491,11 +491,11 @@ def test_a_pass_without_backward_leaves_nothing_behind():
     model.enable_gradient_checkpointing()
     run(model, arguments)
     gc.collect()
-    kinds = {type(found).__name__ for found in gc.get_objects()}
+    kinds = {type(instance).__name__ for instance in gc.get_objects()}
     assert not kinds & {"_RoutedPass", "_Window", "_RoutedBlock"}
 
 
-def test_a_window_leaves_the_tokens_as_wide_as_the_blocks_do():
+def test_a_window_returns_the_dtype_of_its_blocks():
     model, seen = FAMILIES["pixart"].build(), []
     model.transformer_blocks[2].register_forward_pre_hook(lambda block, args: seen.append(args[0].dtype))
     attach(model, [Route(0.5, 0, 1)])

@@ -1,4 +1,4 @@
-"""Routes beside what fine-tuning puts into a model: adapters of peft, and base weights in few bits."""
+"""Routes together with adapters of peft and quantized base weights, as in fine-tuning."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def run(model, arguments, **ours):
 
 
 def to_nf4(blocks):
-    """Quantize linear layers to the NF4 of bitsandbytes; diffusers itself refuses to without a GPU."""
+    """Quantize linear layers to the NF4 of bitsandbytes; diffusers itself refuses to do so without a GPU."""
     for module in [module for block in blocks for module in block.modules()]:
         for name, layer in list(module.named_children()):
             if isinstance(layer, nn.Linear):
@@ -53,7 +53,7 @@ def test_adapters_alone_get_gradients_and_routes_are_taken(name, config, way):
     inner = family.build()
     if way == "get_peft_model":
         outer = peft.get_peft_model(inner, config)
-        with pytest.raises(ValueError, match="routing knows no PeftModel"):
+        with pytest.raises(ValueError, match="no adapter is known for PeftModel"):
             attach(outer, [Route(0.5, 1, -2)])
     else:
         if name == "pixart":
@@ -62,7 +62,7 @@ def test_adapters_alone_get_gradients_and_routes_are_taken(name, config, way):
         outer = inner.requires_grad_(False)
         outer.add_adapter(config)
     attach(inner, [Route(0.5, 1, -2)])
-    # New adapters add nothing yet.
+    # New adapters add zero.
     output = run(outer, arguments)
     torch.testing.assert_close(output, expected)
     output.square().sum().backward()

@@ -1,4 +1,4 @@
-"""`pip install ./routing`: the package alone, and the loop of a trainer that has it."""
+"""`pip install ./routing` installs the package alone, and a training loop works with it."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 from tests.programs import ROOT
 
-# A step as trainers have it: checkpointed blocks, then evaluation. Two lines are those of routing.
+# A training step with checkpointed blocks, then evaluation. Two lines concern routing.
 LOOP = """
 import inspect, sys
 import torch

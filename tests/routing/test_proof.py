@@ -1,4 +1,4 @@
-"""Adapters of all families against networks that hide what bypasses, and wrong ones that must be seen."""
+"""All adapters of diffusers against models that hide bypassing tokens; wrong adapters must fail."""
 
 import inspect
 from dataclasses import replace
@@ -20,12 +20,12 @@ WINDOWS = [Route(0.5, 1, -2), Route(0.75, 0, -1), Route(0.25, 2, 2)]
 
 
 def by_speed(names):
-    """Return parameters of which a few are of the fast tests."""
+    """Return parameters; all but a few are marked slow."""
     return [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in names]
 
 
 @pytest.mark.parametrize("name", by_speed(FAMILIES))
-def test_routes_are_those_of_a_network_that_hides_what_bypasses(name):
+def test_routes_equal_a_model_that_hides_bypassing_tokens(name):
     model, arguments = built(name)
     before = [*model.parameters()]
     check(model, FAMILIES[name], arguments, num_tokens=Sizes().side ** 2)
@@ -34,20 +34,20 @@ def test_routes_are_those_of_a_network_that_hides_what_bypasses(name):
 
 
 def check(model, adapter, arguments, num_tokens):
-    """Prove windows, and compare T, of which a proof knows no more than the adapter does."""
+    """Prove windows, and check T: a proof takes it from the adapter."""
     for window in WINDOWS:
         proof = prove(model, adapter, arguments, window)
         assert proof.dense == 0 and proof.routed < MAX_ERROR
-    found = []
+    lengths = []
 
     def router(x, num_kept, /, *, force_keep=None, noise=None, generator=None):
-        found.append(x.shape[1])
+        lengths.append(x.shape[1])
         return random_router(x, num_kept, force_keep=force_keep, noise=noise, generator=generator)
 
     attach(model, WINDOWS[:1], adapter=adapter, router=router)
     model(**arguments)
     detach(model)
-    assert found == [num_tokens]
+    assert lengths == [num_tokens]
 
 
 def texts_of_other_lengths(model, arguments):
@@ -60,7 +60,7 @@ def without_reference(model, arguments):
 
 
 def with_a_reference_as_large(model, arguments):
-    """It attends to all of itself between the blocks."""
+    """The reference attends to itself between the blocks."""
     positions = torch.nn.functional.pad(Sizes().positions.to(arguments["img_ids"]), (0, 1)) + 10
     reference = torch.randn_like(arguments["hidden_states"])
     return {**arguments, "image_cond_hidden_states": reference, "image_cond_ids": positions}
@@ -79,7 +79,7 @@ def a_timestep_for_each_token(model, arguments):
 
 
 def with_references(model, arguments):
-    """Two reference images of three tokens, which pipelines put into planes of their own."""
+    """Two reference images of three tokens. Pipelines put each into its own plane."""
     x, of_image = arguments["hidden_states"], arguments["img_ids"]
     ids = [of_image, *(of_image[:3] + plane * (torch.arange(of_image.shape[1]) == 0) for plane in (1, 2))]
     tokens = torch.cat([x, torch.randn_like(x[:, :6])], dim=1)
@@ -103,7 +103,7 @@ def with_images_that_have_no_noise(model, arguments):
 
 
 def with_layers(model, arguments):
-    """Two layers and the image that they are of, the last one."""
+    """Two layers, and the image that they were taken from as the last entry."""
     from diffusers.models.transformers.transformer_qwenimage import QwenEmbedLayer3DRope
 
     model.register_to_config(use_layer3d_rope=True)
@@ -129,28 +129,28 @@ def with_layers(model, arguments):
         ("Ideogram4Transformer2DModel", a_timestep_for_each_token, 16),
     ],
 )
-def test_other_inputs_of_a_family_are_routed_as_well(name, changed, num_tokens):
+def test_other_inputs_of_a_class_are_routed_correctly(name, changed, num_tokens):
     model, arguments = built(name)
     check(model, FAMILIES[name], changed(model, arguments), num_tokens)
 
 
 class OtherProcessor:
-    """Attends in a way that no adapter knows."""
+    """An attention processor that no adapter knows."""
 
 
 @pytest.mark.parametrize("name", by_speed(FAMILIES))
 def test_a_class_refuses_what_its_adapter_does_not_know(name):
     model, arguments = built(name)
-    accepts, own = FAMILIES[name].accepts, [*inspect.signature(type(model).forward).parameters][1:]
-    wrong = {key: {key: object()} for key in own if key not in accepts}
-    further = [key for key in own if key.endswith("attention_kwargs") and key in accepts]
-    wrong |= {rf"{key}\.other": {key: {"other": 1}} for key in further}
+    accepts, names = FAMILIES[name].accepts, [*inspect.signature(type(model).forward).parameters][1:]
+    wrong = {key: {key: object()} for key in names if key not in accepts}
+    dicts = [key for key in names if key.endswith("attention_kwargs") and key in accepts]
+    wrong |= {rf"{key}\.other": {key: {"other": 1}} for key in dicts}
     attach(model, WINDOWS[:1])
     for message, argument in wrong.items():
-        with pytest.raises(ValueError, match=f"^{message} of {name} does not go together with routing"):
+        with pytest.raises(ValueError, match=f"^{message} of {name} is not supported with routing"):
             model(**{**arguments, **argument})
     next(module for module in model.modules() if hasattr(module, "processor")).processor = OtherProcessor()
-    with pytest.raises(ValueError, match=f"^OtherProcessor of {name} does not go together with routing"):
+    with pytest.raises(ValueError, match=f"^OtherProcessor of {name} is not supported with routing"):
         model(**arguments)
 
 
@@ -167,14 +167,14 @@ def test_a_class_refuses_what_its_adapter_does_not_know(name):
         ),
         ("JoyImageEditPlusTransformer3DModel", "shape_list", lambda x: [x[0], [(1, 3, 4)]], r"\[12, 16\]"),
         ("Lumina2Transformer2DModel", "encoder_attention_mask", lambda x: x.tril(2), r"texts of \[3, 4\]"),
-        ("ZImageTransformer2DModel", "x", lambda x: [x[0], x[1][..., :4]], "takes one image a sample"),
-        # Attributes of the model.
+        ("ZImageTransformer2DModel", "x", lambda x: [x[0], x[1][..., :4]], "needs one image per sample"),
+        # Attributes of the model
         ("AceStepTransformer1DModel", "_attention_backend", lambda x: "flash", "the attention backend flash"),
         ("MotifVideoTransformer3DModel", "num_decoder_layers", lambda x: 1, "num_decoder_layers=1 of Motif"),
         ("Transformer2DModel", "is_input_continuous", lambda x: False, "an input of patches or codes of"),
     ],
 )
-def test_what_a_family_cannot_route_it_refuses_by_itself(name, key, change, message):
+def test_a_row_refuses_models_and_arguments_that_it_cannot_route(name, key, change, message):
     model, arguments = built(name)
     attach(model, WINDOWS[:1])
     model(**arguments)
@@ -186,12 +186,12 @@ def test_what_a_family_cannot_route_it_refuses_by_itself(name, key, change, mess
         model(**arguments)
 
 
-def test_a_proof_says_whether_it_passes():
-    assert [Proof(*found).passes for found in ((1e-9, 0), (0, 0.011), (0, float("nan")))] == [False] * 3
+def test_a_proof_fails_for_any_dense_difference_large_errors_and_nan():
+    assert [Proof(*errors).passes for errors in ((1e-9, 0), (0, 0.011), (0, float("nan")))] == [False] * 3
 
 
 def without(adapter, key, gather):
-    """Return an adapter that gathers an argument in another way."""
+    """Return the adapter with another function for an argument."""
     lists = [replace(spec, by_token={**spec.by_token, key: gather}) for spec in adapter.block_lists]
     return replace(adapter, block_lists=lists)
 
@@ -205,7 +205,7 @@ def without(adapter, key, gather):
     ],
     ids=["first positions", "positions of the first sample", "joint"],
 )
-def test_a_wrong_adapter_is_seen(name, key, gather):
+def test_a_wrong_adapter_fails_the_proof(name, key, gather):
     model, arguments = built(name)
     assert prove(model, without(FAMILIES[name], key, gather), arguments, WINDOWS[0]).routed > 0.01
 
@@ -215,21 +215,21 @@ def kept_first(table, kept):
 
 
 def test_the_page_has_the_table_of_the_installed_version():
-    """The words of rows are right: each that can be routed is proved above, on a small model."""
+    """Rows with "yes" are proved above, on small models."""
     kinds = __main__.classes()
     assert FAMILIES.keys() == MODELS.keys() and FAMILIES.keys() | REFUSED.keys() == kinds.keys()
     page = (ROOT / "routing/adapters/README.md").read_text()
     assert f"diffusers {version('diffusers')}" in page
-    assert page.endswith(f"\n{__main__.table(kinds)}\n")
+    assert f"<!-- routing.adapters.families -->\n{__main__.table(kinds)}\n<!-- end -->" in page
 
 
-def test_classes_that_are_not_known_or_have_changed_are_told(monkeypatch):
+def test_the_table_marks_unknown_and_changed_classes(monkeypatch):
     name, kinds = "SD3Transformer2DModel", __main__.classes()
     changed = type(name, (), {"forward": lambda self, hidden_states, timestep: None})
     assert "| fails | forward takes no block_controlnet_hidden_states, " in __main__.table({name: changed})
     monkeypatch.delitem(FAMILIES, name)
-    assert __main__.row(name, kinds[name]) == "not known | "
-    monkeypatch.setitem(REFUSED, name, "it does not want to")
-    with pytest.raises(ValueError, match=rf"^{name} cannot be routed: it does not want to$"):
+    assert __main__.row(name, kinds[name]) == "unknown | "
+    monkeypatch.setitem(REFUSED, name, "its blocks convolve")
+    with pytest.raises(ValueError, match=rf"^{name} cannot be routed: its blocks convolve$"):
         attach(built(name)[0], WINDOWS[:1])
-    assert __main__.row(name, kinds[name]) == "refused | it does not want to"
+    assert __main__.row(name, kinds[name]) == "refused | its blocks convolve"

@@ -1,4 +1,6 @@
-"""Adapters that are found by watching a model run, beside those that are written by hand."""
+"""Proposed adapters, compared with the adapters of the table."""
+
+import inspect
 
 import pytest
 import timm
@@ -12,12 +14,12 @@ from routing.adapters.propose import propose_adapter
 from tests.routing.models import Sizes, built
 from tests.routing.test_proof import MAX_ERROR, by_speed
 
-# No length is that of another: 36 tokens, 7 of text, heads of 48 channels.
+# All lengths differ: 36 tokens, 7 of text, heads of 48 channels.
 SIZES = Sizes(width=96, num_heads=2, depth=6, side=6, batch=2, num_text=7)
 
 
-# Whose tokens no shape counts: strides of earlier frames, texts without padding or cut off later, padding
-# to a multiple, references within the image's argument. Proposed with the counts that were written by hand.
+# Classes with counts that no shape gives: strides of earlier frames, texts without padding or cut off later,
+# padding to a multiple, references inside the image's argument. They are proposed with the table's counts.
 COUNTED = (
     "BriaFibo2Transformer2DModel",
     "HeliosTransformer3DModel",
@@ -29,32 +31,35 @@ COUNTED = (
     "QwenImage21Transformer2DModel",
     "ZImageTransformer2DModel",
 )
-IMAGES = {"T5FilmDecoder": "decoder_input_tokens", "ZImageTransformer2DModel": "x"}  # others: hidden_states
+IMAGES = {"T5FilmDecoder": "decoder_input_tokens", "ZImageTransformer2DModel": "x"}  # default: hidden_states
 
 
 @pytest.mark.parametrize("name", by_speed(FAMILIES))
-def test_a_proposal_is_what_was_written_by_hand(name):
+def test_a_proposal_equals_the_adapter_of_the_table(name):
     model, arguments = built(name, SIZES)
-    by_hand = FAMILIES[name]
-    num_suffix_tokens = by_hand.block_lists[-1].num_suffix_tokens or by_hand.num_suffix_tokens
-    counts = {"num_prefix_tokens": by_hand.num_prefix_tokens, "num_suffix_tokens": num_suffix_tokens}
+    expected = FAMILIES[name]
+    num_suffix_tokens = expected.block_lists[-1].num_suffix_tokens or expected.num_suffix_tokens
+    counts = {"num_prefix_tokens": expected.num_prefix_tokens, "num_suffix_tokens": num_suffix_tokens}
     given = counts if name in COUNTED else {}
     proposal = propose_adapter(model, arguments, IMAGES.get(name, "hidden_states"), **given)
     assert proposal.proof.dense == 0 and proposal.proof.routed < MAX_ERROR
-    file = dict(given)  # the counts, which a user puts there
+    file = dict(given)  # the user adds the counts to the file
     exec(proposal.source, file)
     assert prove(model, file["adapter"], arguments, Route(0.5, 1, -2)).passes
     assert not hasattr(model, "_attached") and model.training
-    for found, written in zip(proposal.adapter.block_lists, by_hand.block_lists, strict=True):
+    for proposed, listed in zip(proposal.adapter.block_lists, expected.block_lists, strict=True):
         for key in ("name", "tokens", "joint", "output", "sequence_first"):
-            assert getattr(found, key) == getattr(written, key)
-        assert found.by_token.keys() <= written.by_token.keys()  # others were not given here
-        assert set(found.shared) <= {*written.shared, *written.by_token}
-    found, written = (
-        (each.num_prefix_tokens(model, arguments), each.num_suffix_tokens_of(model, arguments))
-        for each in (proposal.adapter, by_hand)
+            assert getattr(proposed, key) == getattr(listed, key)
+        assert proposed.by_token.keys() <= listed.by_token.keys()  # some arguments are not given here
+        assert set(proposed.shared) <= {*listed.shared, *listed.by_token}
+    proposed_counts, expected_counts = (
+        (adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens_of(model, arguments))
+        for adapter in (proposal.adapter, expected)
     )
-    assert found == written and proposal.adapter.whole_between_blocks == by_hand.whole_between_blocks
+    assert proposed_counts == expected_counts
+    assert proposal.adapter.whole_between_blocks == expected.whole_between_blocks
+    takes_return_dict = "return_dict" in inspect.signature(model.forward).parameters
+    assert ("return_dict" in proposal.adapter.accepts) == takes_return_dict
 
 
 def test_the_source_is_the_adapter_and_routes_the_model():
@@ -62,6 +67,7 @@ def test_the_source_is_the_adapter_and_routes_the_model():
     proposal = propose_adapter(vit, {"x": torch.randn(2, 3, 64, 64)}, image="x")
     assert '"blocks",\n            tokens="x",\n            joint=True' in proposal.source
     assert "num_prefix_tokens=lambda model, arguments: model.cls_token.shape[-2]" in proposal.source
+    assert proposal.adapter.accepts == ("x",)
     lengths = []
     vit.blocks[2].register_forward_pre_hook(lambda block, args: lengths.append(args[0].shape[1]))
     attach(vit.train(), [Route(0.5, 2, -4)], adapter=proposal.adapter)
@@ -70,7 +76,7 @@ def test_the_source_is_the_adapter_and_routes_the_model():
 
 
 class Convolving(nn.Module):
-    """A block that sees its tokens as an image."""
+    """A block that convolves over its tokens as an image."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +101,7 @@ class Stack(nn.Module):
 
 
 class Attending(nn.Module):
-    """Attention to all tokens; the last ones may get a bias."""
+    """Attention to all tokens, and a bias on the last ones."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +153,7 @@ PADDING = torch.arange(9) == torch.tensor([[8], [9]])  # the last token of the f
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("masks", [{}, {"padding": PADDING}])
-def test_layers_of_torch_itself_are_found_and_proved(batch_first, masks):
+def test_torch_s_own_layers_are_proposed_and_proved(batch_first, masks):
     arguments = {"tokens": torch.randn(2, 9, 16).double(), **masks}
     model = Encoder(batch_first).double()
     proposal = propose_adapter(model, arguments, image="tokens")
@@ -157,66 +163,66 @@ def test_layers_of_torch_itself_are_found_and_proved(batch_first, masks):
 
 
 @pytest.mark.parametrize("masks", [{}, {"padding": PADDING}])
-def test_causal_layers_of_torch_itself_are_proved(masks):
-    """Their mask (L, L) becomes one for each sample and head."""
+def test_torch_s_own_causal_layers_are_proved(masks):
+    """The mask (L, L) becomes one per sample and head."""
     causal = nn.Transformer.generate_square_subsequent_mask(9).double()
     arguments = {"tokens": torch.randn(2, 9, 16).double(), "mask": causal, **masks}
 
-    def each_head(mask, kept):
-        of_each = kept.gather(kept.gather(mask.expand(2, -1, -1), 1), 2)
-        return of_each.repeat_interleave(2, dim=0)  # (N heads, K, K)
+    def per_head(mask, kept):
+        per_sample = kept.gather(kept.gather(mask.expand(2, -1, -1), 1), 2)
+        return per_sample.repeat_interleave(2, dim=0)  # (N heads, K, K)
 
-    by_token = {"src_mask": each_head, "src_key_padding_mask": lambda mask, kept: kept.gather(mask)}
+    by_token = {"src_mask": per_head, "src_key_padding_mask": lambda mask, kept: kept.gather(mask)}
     spec = BlockList("encoder.layers", tokens="src", by_token=by_token, shared=("is_causal",))
     proof = prove(Encoder(True).double(), Adapter((spec,), tuple(arguments)), arguments, Route(0.5, 1, -2))
     assert proof.dense == 0 and proof.routed < MAX_ERROR
 
 
 @pytest.mark.parametrize(
-    ("model", "samples", "prefix", "saw"),
+    ("model", "samples", "prefix", "message"),
     [
         (lambda: Stack(Convolving), 2, None, "the routes differ by .* of what they change"),
         (
             lambda: Stack(Named),
             2,
             None,
-            "Stack has no list of blocks, run one after another, whose attention",
+            "Stack has no list of blocks that run in order and whose attention",
         ),
         (
             lambda: Backwards(Convolving),
             2,
             None,
-            "Backwards has no list of blocks, run one after another, wh",
+            "Backwards has no list of blocks that run in order and wh",
         ),
-        (lambda: Stack(Named), 1, None, "hidden_states has one sample: give two, which differ"),
+        (lambda: Stack(Named), 1, None, "hidden_states must have at least two samples"),
         (lambda: Padded(Attending), 2, None, "hidden_states of blocks has 5 suffix tokens .*: pass num_suff"),
         (
             lambda: Stack(Attending),
             2,
             lambda *_: 4,
-            "nothing was seen of the 4 tokens that num_prefix_tokens",
+            "no sequence has the 4 prefix tokens that num_prefix_tokens",
         ),
     ],
 )
-def test_what_was_seen_is_told_where_there_is_no_adapter(model, samples, prefix, saw):
-    with pytest.raises(ValueError, match=saw):
+def test_an_error_says_what_was_observed_if_no_adapter_passes(model, samples, prefix, message):
+    with pytest.raises(ValueError, match=message):
         propose_adapter(model(), {"hidden_states": torch.randn(samples, 48, 8)}, num_prefix_tokens=prefix)
 
 
-def test_attention_that_cannot_be_seen_proves_nothing():
+def test_a_proof_needs_attention_that_it_can_observe():
     adapter = Adapter(BlockList("blocks"), ("hidden_states",))
-    with pytest.raises(ValueError, match="no attention to the tokens was seen"):
+    with pytest.raises(ValueError, match="no attention to the tokens was observed"):
         prove(Stack(Named), adapter, {"hidden_states": torch.randn(2, 16, 8)}, Route(0.5, 0, -1))
 
 
 @pytest.mark.slow
-def test_a_text_as_long_as_the_channels_that_the_image_lacks_is_not_gathered():
+def test_a_text_whose_length_completes_the_number_of_channels_is_not_gathered():
     model, arguments = built("WanTransformer3DModel", SIZES._replace(num_text=60))  # 36 + 60 = 96
     source = propose_adapter(model, arguments).source
     assert 'shared=("encoder_hidden_states", "temb",)' in source
 
 
-def test_a_count_that_no_shape_tells_is_taken_from_the_caller():
+def test_a_count_that_no_shape_gives_comes_from_the_caller():
     arguments = {"hidden_states": torch.randn(2, 48, 8)}
     proposal = propose_adapter(Padded(Attending), arguments, num_suffix_tokens=lambda model, arguments: 5)
     assert "num_suffix_tokens=lambda model, arguments: num_suffix_tokens(model, arguments)" in proposal.source
@@ -224,7 +230,7 @@ def test_a_count_that_no_shape_tells_is_taken_from_the_caller():
 
 
 class Joint(nn.Module):
-    """Runs one block, then three, on the timestep, images, and texts that follow them."""
+    """Runs one block, then three, on a sequence of timestep, image and text."""
 
     def __init__(self):
         super().__init__()
@@ -240,7 +246,7 @@ class Joint(nn.Module):
         return x
 
 
-def test_what_is_around_the_image_is_counted_by_arguments():
+def test_tokens_around_the_image_are_counted_by_arguments():
     images, texts = [*torch.randn(2, 36, 8)], [*torch.randn(2, 5, 8)]
     arguments = {"images": images, "texts": texts, "timestep": torch.rand(2)}
     source = propose_adapter(Joint(), arguments, "images").source
@@ -250,7 +256,7 @@ def test_what_is_around_the_image_is_counted_by_arguments():
     assert source.index('"first"') < source.index('"blocks"') and source.count(gathered) == 2
 
 
-def test_a_model_that_cannot_run_stays_as_it_was():
+def test_a_model_that_cannot_run_is_not_changed():
     model = Stack(Attending)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         propose_adapter(model, {"hidden_states": torch.randn(2, 36, 9)})

@@ -1,4 +1,4 @@
-"""Routers: which tokens stay, whatever else they are chosen by."""
+"""Routers: properties that all share, and the selection rule of each."""
 
 import re
 from functools import partial
@@ -20,14 +20,14 @@ def seeded(seed=0):
 
 
 def random_tokens(num_samples, num_tokens, seed):
-    """Tokens (N, T, 1) whose norms have ties, zeros and large values among them."""
+    """Return tokens (N, T, 1) whose norms contain ties, zeros and large values."""
     scale = 10.0 ** torch.randint(-3, 4, (), generator=seeded(seed))
     x = torch.rand(num_samples, num_tokens, 1, generator=seeded(seed)) * scale
     return torch.where(torch.rand(x.shape, generator=seeded(seed + 1)) < 0.2, x.round(), x)
 
 
 def random_mask(num_samples, num_tokens, seed):
-    """Masks from empty to full."""
+    """Return masks that range from empty to full."""
     share = torch.rand(num_samples, 1, generator=seeded(seed + 1)) * 1.4 - 0.2
     return torch.rand(num_samples, num_tokens, generator=seeded(seed + 2)) < share
 
@@ -58,7 +58,7 @@ def test_given_noise_takes_the_place_of_the_draw(router):
 
 
 def test_the_random_router_draws_fp32_whatever_the_tokens_are():
-    """In bf16 at most 256 values lie above one half: of 4,096 tokens most tie, and low positions win."""
+    """In bf16 at most 256 values lie above one half. Most of 4,096 tokens would tie, and low ids win."""
     noise = torch.rand(64, 4096, generator=seeded())
     with torch.autocast("cpu", torch.bfloat16):
         ids_keep = random_router(torch.zeros(64, 4096, 1, dtype=torch.bfloat16), 2048, generator=seeded())
@@ -82,7 +82,7 @@ def test_the_norm_router_keeps_exactly_the_largest(num_samples, num_tokens, seed
 
 
 def test_the_norm_is_l1_in_fp32_without_a_gradient():
-    """Of 300 channels in bf16; the L2 norm would keep the other token, and bf16 sums would tie."""
+    """For 300 channels in bf16, the L2 norm would keep the other token, and bf16 sums would tie."""
     x = torch.zeros(1, 2, 300, dtype=torch.bfloat16)
     x[0, 0], x[0, 1, 0] = 1.0, 100.0
     assert norm_router(x.requires_grad_(), 1).tolist() == [[0]]
@@ -92,7 +92,7 @@ def test_the_norm_is_l1_in_fp32_without_a_gradient():
 
 
 def test_the_weight_goes_from_chance_to_the_largest_norm():
-    """Of tokens of norm 0..99 half stay: the mean norm of those that do rises to 74.5."""
+    """Half of the tokens with norms 0..99 stay. The mean norm of the kept tokens rises to 74.5."""
     x = torch.arange(100.0).view(1, 100, 1).expand(2000, -1, -1)
     means = [
         norm_router(x, 50, weight=weight, generator=seeded()).float().mean().item()
@@ -106,12 +106,12 @@ def test_the_weight_goes_from_chance_to_the_largest_norm():
 
 
 def test_norms_are_scaled_for_each_sample():
-    """A sample a thousand times as large is drawn alike; one of equal norms is drawn at random."""
+    """A sample that is 1,000 times as large keeps the same tokens; equal norms are drawn at random."""
     x = torch.rand(3, 50, 1, generator=seeded())
     x[1], x[2] = x[0] * 1000 + 7, 1.0
     noise = torch.rand(1, 50, generator=seeded(1)).expand(3, -1)
     ids_keep = norm_router(x, 25, weight=0.5, noise=noise)
-    assert len(set(ids_keep[0].tolist()) & set(ids_keep[1].tolist())) >= 24  # neighbours may exchange
+    assert len(set(ids_keep[0].tolist()) & set(ids_keep[1].tolist())) >= 24  # neighbours may swap
     assert torch.equal(ids_keep[2], noise[2].argsort()[:25].sort().values)
 
 
@@ -152,18 +152,18 @@ def test_the_grid_router_keeps_the_lowest_noise_of_each_group():
 
 
 @pytest.mark.parametrize(
-    ("router", "num_tokens", "told"),
+    ("router", "num_tokens", "message"),
     [
-        (grid_router, 12, "model/router=grid takes a square grid of tokens, not 12 of them"),
-        (grid_router, 9, "model.router.side=2 must divide the side of the grid of tokens, 3"),
+        (grid_router, 12, "model/router=grid needs a square number of tokens, not 12"),
+        (grid_router, 9, "model.router.side=2 must divide the side of the token grid, 3"),
         (
             partial(grid_router, side=0),
             16,
-            "model.router.side=0 must divide the side of the grid of tokens, 4",
+            "model.router.side=0 must divide the side of the token grid, 4",
         ),
         (partial(norm_router, weight=1.5), 8, "model.router.weight=1.5 must be in (0, 1]"),
     ],
 )
-def test_wrong_options_are_refused(router, num_tokens, told):
-    with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+def test_wrong_options_are_refused(router, num_tokens, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         router(torch.zeros(2, num_tokens, 1), 2)

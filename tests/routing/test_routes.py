@@ -50,7 +50,7 @@ def known_routes(name):
 
 
 def window(routes, depth):
-    """Say what becomes of routes, as the page does."""
+    """Return the cell of the page for routes at a depth."""
     try:
         resolved = resolve_routes(routes, depth)
     except ValueError as error:
@@ -72,7 +72,7 @@ def test_the_page_has_the_recipes_and_their_windows():
         assert windows == [window(routes, depth) for depth in (8, 12, 24, 28)]
 
 
-def test_the_configuration_of_simpletuner_is_read():
+def test_a_configuration_of_simpletuner_is_read():
     text = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
     assert from_simpletuner(json.loads(text)) == (Route(0.5, 2, -2),)
     assert from_simpletuner({"model_family": "flux", "tread_config": json.loads(text)}) == (
@@ -89,7 +89,7 @@ THEIRS = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}
     ("tread_config", "message"),
     [
         ({}, "must have one key, routes"),
-        ({"routes": {}}, "must have one key, routes, with a list"),
+        ({"routes": {}}, "must have one key, routes, whose value is a list"),
         ({"tread_config": None}, "tread_config=None must have one key, routes"),
         ({"model_family": "flux"}, "must have one key, routes"),
         ({"routes": [None]}, r"routes\.0=None must have selection_ratio, start_layer_idx, end_layer_idx"),

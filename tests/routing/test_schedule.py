@@ -57,8 +57,8 @@ def test_levels_bound_the_lengths_and_the_last_steps_are_dense(levels, total_ste
     )
 
 
-def test_lengths_are_those_that_steps_have_and_no_more():
-    """0.5 and 0.2 keep 32 and 52 of 64 tokens; in quarters less 40, 48, 56 and 55, 58, 61."""
+def test_lengths_are_exactly_the_lengths_of_steps():
+    """0.5 and 0.2 keep 32 and 52 of 64 tokens; in steps of a quarter less, 40, 48, 56 and 55, 58, 61."""
     assert plan().lengths(with_force_keep=False) == {32, 52, 64}
     assert plan().lengths(with_force_keep=True) == {32, 40, 48, 56, 52, 55, 58, 61, 64}
     assert plan(force_keep_overflow="bypass").lengths(with_force_keep=True) == {32, 52, 64}
@@ -119,7 +119,7 @@ def test_under_bypass_nothing_grows_and_what_does_not_fit_is_counted():
             r"routing\.end_factor=2 times selection_ratio=0\.5 of the route of blocks 2 to 4",
         ),
         ({"schedule": "linear", "start_factor": -1}, r"routing\.start_factor=-1 times"),
-        # It rounds a ratio up to one.
+        # The ratio rounds up to 1.
         ({"schedule": "linear", "end_factor": 1.9999}, r"end_factor=1\.9999 times selection_ratio=0\.5"),
         ({"schedule": "linear", "start_factor": 0.2}, r"routing\.schedule=linear needs routing\.end_factor"),
         (
@@ -135,14 +135,14 @@ def test_wrong_options_are_refused(options, message):
         plan(**options)
 
 
-def test_a_plan_says_what_it_does():
+def test_a_plan_describes_itself():
     assert plan().describe(False) == [
         "32 of 64 tokens bypass blocks 2 to 4 while training",
         "12 of 64 tokens bypass blocks 5 to 6 while training",
     ]
     scheduled = plan((Route(0.5, 2, 4),), schedule="linear", end_factor=0.5, num_levels=2, off_last_steps=10)
     assert scheduled.describe(True) == [
-        "32 of 64 tokens bypass blocks 2 to 4 while training, fewer where masks force more to stay",
+        "32 of 64 tokens bypass blocks 2 to 4 while training, fewer if masks force more to stay",
         "ratio 0.5 -> 0.25 over 90 steps, then 10 dense steps",
     ]
     assert plan(()).describe(False) == []

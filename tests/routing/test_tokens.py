@@ -21,7 +21,7 @@ def test_rounding_follows_the_public_rule(num_tokens, ratio, kept):
 
 
 def test_prefix_tokens_do_not_count_in_the_ratio():
-    """512 text tokens before 1,024 image tokens: half of the image stays, and all of the text."""
+    """With 512 text tokens before 1,024 image tokens, half of the image stays, and all of the text."""
     ids = sample_ids_keep(2, 1024, 0.5, num_prefix_tokens=512)
     assert ids.shape == (2, 512 + 512)
     assert torch.equal(ids[:, :512], torch.arange(512).expand(2, -1))
@@ -32,7 +32,7 @@ def test_prefix_tokens_do_not_count_in_the_ratio():
     ("arguments", "message"),
     [
         ({"selection_ratio": 1.0}, r"selection_ratio=1\.0 must be in \[0, 1\)"),
-        # What a joint sequence of 3 prefix tokens tempts to: indices would be shifted.
+        # A likely mistake with 3 prefix tokens: a mask of the joint sequence would be shifted.
         (
             {"force_keep": torch.ones(2, 11).bool(), "num_prefix_tokens": 3},
             r"force_keep=torch.bool \(2, 11\) must be torch.bool \(2, 8\), without the prefix",
@@ -83,7 +83,7 @@ def test_start_and_end_agree_with_a_loop(num_samples, num_tokens, ratio):
 @pytest.mark.parametrize("dim", [1, 2, 3, -1, -2])
 @pytest.mark.parametrize("num_tables", [3, 1])
 def test_gather_tokens_works_along_any_dimension(dim, num_tables):
-    """A table that all samples share becomes one for each."""
+    """A table that all samples share becomes one per sample."""
     shape = [num_tables, 4, 5, 6]
     shape[dim] = 9
     x, ids = torch.randn(shape), sample_ids_keep(3, 9, 0.5)

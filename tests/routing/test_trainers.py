@@ -1,7 +1,7 @@
-"""What trainers do to a transformer after it got routes, in their order: it routes as it would alone.
+"""Transformers with routes are prepared as trainers do it, and route as they do alone.
 
-The scripts of diffusers prepare it with accelerate; ai-toolkit and musubi-tuner put LoRA into the forward of
-its linear layers; OneTrainer puts checkpoints into the forward of its blocks, or wraps them.
+The scripts of diffusers prepare the model with accelerate. ai-toolkit and musubi-tuner replace the forward of
+linear layers by LoRA. OneTrainer replaces the forward of blocks by a checkpointed one, or wraps blocks.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from tests.routing.families import FAMILIES
 
 
 class AddsLora(nn.Module):
-    """Two matrices beside a linear layer, in place of its forward."""
+    """LoRA that replaces the forward of a linear layer."""
 
     def __init__(self, layer):
         super().__init__()
@@ -32,7 +32,7 @@ class AddsLora(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """A block in a wrapper of its own."""
+    """A wrapper that checkpoints a block."""
 
     def __init__(self, block):
         super().__init__()
@@ -44,7 +44,7 @@ class Checkpointed(nn.Module):
 
 def prepared(family, model):
     """As in the scripts of diffusers: all weights."""
-    AcceleratorState._reset_state()  # it would keep the precision of the test before
+    AcceleratorState._reset_state()  # it keeps the precision of an earlier test
     model.enable_gradient_checkpointing()
     return Accelerator(cpu=True).prepare(model), [*model.parameters()]
 
@@ -74,23 +74,23 @@ def with_wrapped_blocks(family, model):
 
 
 def loss_of(model, arguments):
-    torch.manual_seed(1)  # of the tokens that stay
+    torch.manual_seed(1)  # for the kept tokens
     return model(**arguments).sample.float().square().mean()
 
 
 @pytest.mark.parametrize("name", ["flux", "sd3", "wan"])
 @pytest.mark.parametrize(
-    "habit",
+    "prepare",
     [prepared, with_lora, with_checkpointed_forwards, with_wrapped_blocks],
-    ids=lambda habit: habit.__name__,
+    ids=lambda prepare: prepare.__name__,
 )
-def test_routes_are_taken_under_what_a_trainer_does(name, habit):
+def test_a_model_that_a_trainer_prepared_routes_as_alone(name, prepare):
     family, arguments = FAMILIES[name], FAMILIES[name].arguments()
     dense, plain = loss_of(family.build(), arguments), family.build()
     attach(plain, [Route(0.5, 1, -2)])
     model = family.build()
     attach(model, [Route(0.5, 1, -2)])
-    outer, trained = habit(family, model)
+    outer, trained = prepare(family, model)
     loss = loss_of(outer, arguments)
     assert loss == loss_of(plain, arguments) != dense
     with torch.no_grad():

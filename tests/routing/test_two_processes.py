@@ -1,5 +1,5 @@
-"""Models with routes in two processes, distributed and sharded: together they take the step that one takes
-with all samples.
+"""Models with routes in two processes, distributed or sharded, take the same step as one process with all
+samples.
 """
 
 from datetime import timedelta
@@ -16,7 +16,7 @@ from tests.routing.families import FAMILIES, randn, seeded
 
 NUM_PROCESSES = 2
 WINDOW = Route(0.5, 1, -2)
-RATIOS = ((0.5, 0.75), (0.5, 0.0))  # of each process, in one pass after another: they need not agree
+RATIOS = ((0.5, 0.75), (0.5, 0.0))  # of each process, pass by pass: ranks may differ
 
 
 def routed(model):
@@ -25,7 +25,7 @@ def routed(model):
 
 
 def shard(family, model):
-    """Shard each block, and then what is left of the model, as it is done where models are large."""
+    """Shard each block, then the rest of the model, as is usual for large models."""
     for block in family.layers(model):
         fully_shard(block)
     return fully_shard(model)
@@ -39,7 +39,7 @@ WAYS = {
 
 
 def arguments_of(family, rank):
-    """Return samples that no other process has."""
+    """Return samples that differ between processes."""
     arguments = family.arguments()
     return {**arguments, "hidden_states": randn(*arguments["hidden_states"].shape, seed=20 + rank)}
 
@@ -49,10 +49,10 @@ def loss_of(output):
 
 
 def process(rank, folder):
-    """Run every family in every way in one of the processes, and save what came out."""
+    """Run every family in every way in one process, and save the results."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    timeout = timedelta(seconds=60)  # where one waits for another that does something else
+    timeout = timedelta(seconds=60)  # in case ranks run different collectives
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_PROCESSES, timeout=timeout)
     results = {(name, way): outcome(FAMILIES[name], WAYS[way], rank) for name in FAMILIES for way in WAYS}
     torch.save(results, folder / f"{rank}.pt")
@@ -60,7 +60,7 @@ def process(rank, folder):
 
 
 def outcome(family, build, rank):
-    """Return outputs and gradients of one rank's passes, and how much of each parameter it has."""
+    """Return the outputs and gradients of one rank's passes, and the local size of each parameter."""
     model, outputs = build(family), []
     for output in passes(model, family, rank):  # gradients add up
         outputs.append(output)
@@ -88,7 +88,7 @@ def whole(tensor):
 
 @pytest.mark.slow
 def test_two_processes_take_the_step_of_one(tmp_path, subtests):
-    """In one test: what takes long is that each process imports diffusers."""
+    """One test for all, because importing diffusers in each process takes long."""
     torch.multiprocessing.spawn(process, (tmp_path,), NUM_PROCESSES)
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(NUM_PROCESSES)]
     for name, family in FAMILIES.items():
@@ -110,5 +110,5 @@ def check(model, outputs, results, is_sharded):
     for name, parameter in model.named_parameters():
         sizes = [result["sizes"][name] for result in results]
         assert sum(sizes) == parameter.numel() * (1 if is_sharded else NUM_PROCESSES)
-        if is_sharded and len(parameter) > 1:  # a single row is not cut
+        if is_sharded and len(parameter) > 1:  # a single row is not split
             assert max(sizes) < parameter.numel()

@@ -1,7 +1,7 @@
-"""Transformers of diffusers by the names of their classes: whose tokens may be routed, and which cannot be.
+"""Adapters of the transformers in diffusers, by class name, and the classes that cannot be routed.
 
-Written against the signatures of diffusers, which is imported only where a text is counted. A row says what
-`attach` must know of a class; tests/routing proves each row on a small model.
+They follow the signatures of diffusers, which is imported only to count the text tokens of one class.
+tests/routing proves each row of the table on a small model.
 """
 
 from dataclasses import replace
@@ -13,8 +13,8 @@ from routing.adapters.adapter import Adapter, plain_forward
 from routing.adapters.families.parts import check
 from routing.adapters.families.table import ROWS
 
-# Arguments of a forward that go together with routing, in whichever classes take them. Of those with
-# `attention_kwargs`, `check` accepts few keys.
+# Arguments of a forward that are supported with routing in every class that takes them. Of the dictionaries
+# `*attention_kwargs`, `check` accepts few keys.
 ACCEPTED = """
 additional_t_cond attention_kwargs audio_encoder_attention_mask audio_encoder_hidden_states
 audio_num_frames audio_timestep cap_feats condition_mask context_latents crop_coords cross_attention_kwargs
@@ -30,7 +30,7 @@ position_ids prior_token_drop prior_token_id r_timestep return_dict rotary_embed
 target_size target_timestep text_bth text_encoder_layers text_lens text_rope_pos timestep timesteps txt_ids
 video_rotary_emb width x
 """
-# Arguments of blocks that do not depend on the token, in whichever classes take them, but for `by_token`.
+# Arguments of blocks that do not depend on the token, in every class that does not name them in `by_token`.
 SHARED = """
 adaln_clean adaln_global_out adaln_input adaln_noisy all_perturbed args attention_kwargs
 audio_encoder_attention_mask audio_encoder_hidden_states audio_hidden_states audio_rotary_emb
@@ -50,42 +50,42 @@ def _family(row: Adapter) -> Adapter:
 
 FAMILIES = {name: _family(row) for name, row in ROWS.items()}
 REFUSED = {
-    "AnyFlowFARTransformer3DModel": "its attention takes a block mask over chunks of frames at their places",
-    "Cosmos3OmniTransformer": "its tokens are packed in one row, without a dimension of samples",
-    "HunyuanDiT2DModel": "skip connections join blocks of the first half to the second",
-    "Kandinsky6SRTransformer3DModel": "its attention chooses among tiles of 8 x 8 tokens",
-    "LatteTransformer3DModel": "its blocks attend within frames and along frames in turn, in a grid",
-    "MiniMaxH3Transformer3DModel": "its blocks take positions and modulation that all samples share",
+    "AnyFlowFARTransformer3DModel": "its attention mask covers chunks of frames at fixed positions",
+    "Cosmos3OmniTransformer": "its tokens are packed in one sequence, without a batch dimension",
+    "HunyuanDiT2DModel": "skip connections lead from blocks of the first half to the second half",
+    "Kandinsky6SRTransformer3DModel": "its attention selects tiles of 8 x 8 tokens",
+    "LatteTransformer3DModel": "its blocks attend in turn within a frame and across frames of a token grid",
+    "MiniMaxH3Transformer3DModel": "all samples share the positions and the modulation of its blocks",
     "MiniMaxMusic3RVQDepthDecoder": "its tokens are the codebooks of one frame of audio",
-    "PriorTransformer": "the image is a single token, the embedding that CLIP gives it",
-    "RFD4ProteinaTransformer": "between blocks all residues update those of pairs, by which blocks attend",
-    "SanaTransformer2DModel": "its blocks convolve over the grid of tokens",
-    "SanaVideoTransformer3DModel": "its blocks convolve over the grid of tokens and its frames",
-    "SanaWMTransformer3DModel": "its blocks convolve over the grid of tokens and its frames",
-    "TransformerTemporalModel": "its tokens are frames at one place, the places of an image are samples",
-    "WanAnimateTransformer3DModel": "between its blocks the tokens of a frame attend to the face in it",
-    "WanAnimate2Transformer3DModel": "its attention lays tokens out by frame, and masks them by their places",
-    "WanVACETransformer3DModel": "between its blocks it adds the hints that control blocks give all tokens",
+    "PriorTransformer": "the image is a single token, its CLIP embedding",
+    "RFD4ProteinaTransformer": "between blocks, all residues update the pair states that bias attention",
+    "SanaTransformer2DModel": "its blocks convolve over the token grid",
+    "SanaVideoTransformer3DModel": "its blocks convolve over the token grid and over frames",
+    "SanaWMTransformer3DModel": "its blocks convolve over the token grid and over frames",
+    "TransformerTemporalModel": "its tokens are the frames at one position, and positions are samples",
+    "WanAnimateTransformer3DModel": "between blocks, the tokens of each frame attend to the face in it",
+    "WanAnimate2Transformer3DModel": "its attention arranges tokens by frame and masks them by position",
+    "WanVACETransformer3DModel": "between blocks, it adds the outputs of control blocks to all tokens",
 }
 
 
 def adapter_of(model: nn.Module) -> Adapter:
-    """Find the adapter of a class: its own `routing_adapter`, or the row of a model of diffusers.
+    """Return the adapter of a model: `routing_adapter` of its class, or the row of a diffusers class.
 
     Raises:
-        ValueError: the class is not known, or cannot be routed.
+        ValueError: the class is unknown or cannot be routed.
     """
     if isinstance(adapter := getattr(type(model), "routing_adapter", None), Adapter):
         return adapter
     for kind in type(model).__mro__:
         name = kind.__name__
-        known = kind.__module__.startswith("diffusers.") and name in FAMILIES | REFUSED
-        if known and plain_forward(type(model)) is kind.forward:  # a class that shards it is derived from it
+        is_known = kind.__module__.startswith("diffusers.") and name in FAMILIES | REFUSED
+        if is_known and plain_forward(type(model)) is kind.forward:  # it may be derived (fully_shard)
             if name in REFUSED:
                 raise ValueError(f"{name} cannot be routed: {REFUSED[name]}")
             return FAMILIES[name]
     raise ValueError(
-        f"routing knows no {type(model).__name__}: pass a class that `python -m routing.adapters.families` "
-        "lists, not its wrapper (peft: get_base_model()), or an adapter with it: routing.propose_adapter "
-        "writes one"
+        f"no adapter is known for {type(model).__name__}: pass a class of `python -m "
+        "routing.adapters.families`, not its wrapper (peft: get_base_model()), or pass an adapter too "
+        "(routing.propose_adapter writes one)"
     )

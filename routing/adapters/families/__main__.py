@@ -1,7 +1,7 @@
-"""What is known of every transformer of the installed diffusers: `python -m routing.adapters.families`.
+"""Print a table of all transformers in the installed diffusers: `python -m routing.adapters.families`.
 
-*yes*: its row is proved in tests/routing/test_proof.py, on a small model of the pinned version. *fails*: the
-class of this version takes other arguments than the row names.
+*yes*: tests/routing/test_proof.py proves the row on a small model of the pinned version. *fails*: the forward
+of this version lacks arguments that the row names.
 """
 
 import inspect
@@ -14,7 +14,7 @@ from routing.adapters.families.table import ROWS
 
 
 def classes() -> dict[str, type[nn.Module]]:
-    """Find diffusers' transformers, by their names."""
+    """Return the transformer classes of diffusers by name."""
     from diffusers.models import transformers
     from diffusers.models.modeling_utils import ModelMixin
 
@@ -23,11 +23,11 @@ def classes() -> dict[str, type[nn.Module]]:
 
 
 def row(name: str, kind: type[nn.Module]) -> str:
-    """Say what is known of a class: in a word, and in detail."""
+    """Return the last two cells of a class: its status, and its lists of blocks or the reason."""
     if name in REFUSED:
         return f"refused | {REFUSED[name]}"
     if name not in FAMILIES:
-        return "not known | "
+        return "unknown | "
     adapter = ROWS[name]
     if missing := {*adapter.accepts, *adapter.residuals} - set(inspect.signature(kind.forward).parameters):
         return f"fails | forward takes no {', '.join(sorted(missing))}"
@@ -35,9 +35,9 @@ def row(name: str, kind: type[nn.Module]) -> str:
 
 
 def table(kinds: dict[str, type[nn.Module]]) -> str:
-    """Lay out what is known of classes in Markdown."""
+    """Return a table of classes in Markdown."""
     lines = [f"| `{name}` | {row(name, kind)} |" for name, kind in kinds.items()]
-    return "\n".join(["| class | routes | blocks, or why not |", "|---|---|---|", *lines])
+    return "\n".join(["| class | routes | lists of blocks, or reason |", "|---|---|---|", *lines])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Counts of one class each: what no row of a table can say."""
+"""Functions that count tokens for a single class, too long for a row of the table."""
 
 import math
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from routing.adapters.adapter import Arguments
 from routing.adapters.families.parts import Count
 
 GIST = ("min_num_gist_tokens", "max_num_gist_tokens", "gist_step", "gist_min_text_len", "gist_max_text_len")
-IDEOGRAM_IMAGE = 2  # the role of a token, as Ideogram counts them
-# Z-Image: the patches of an argument that is not accepted; image and text are padded to multiples.
+IDEOGRAM_IMAGE = 2  # Ideogram's code for image tokens
+# Z-Image: the default patch size, as its argument is not accepted; image and text are padded to multiples.
 Z_PATCH_SIZE, Z_MULTIPLE = 2, 32
 
 
 def fibo_2_gists(model: Any, arguments: Arguments) -> list[int]:
-    """Count the tokens that sum up the text of each sample."""
+    """Count the gist tokens, which summarize the text, of each sample."""
     from diffusers.models.transformers.transformer_bria_fibo2 import compute_gist_count
 
     text, mask = arguments["encoder_hidden_states"], arguments.get("encoder_attention_mask")
@@ -26,13 +26,13 @@ def fibo_2_gists(model: Any, arguments: Arguments) -> list[int]:
 
 
 def fibo_2_prefix(model: Any, arguments: Arguments) -> int:
-    """Count the tokens of the text, which come last where they are padded."""
+    """Count the gist tokens before the image: 0 if their number differs, since padded ones come last."""
     counts = fibo_2_gists(model, arguments)
     return counts[0] if len(set(counts)) == 1 else 0
 
 
 def fibo_2_suffix(model: Any, arguments: Arguments) -> int:
-    """Count the tokens of images to edit, and those of the text where they come last."""
+    """Count the tokens of images to edit, and gist tokens that come last."""
     counts, patch_size = fibo_2_gists(model, arguments), model.config.patch_size
     num_context_tokens = sum(
         (latents.shape[2] // patch_size) * (latents.shape[3] // patch_size)
@@ -42,24 +42,25 @@ def fibo_2_suffix(model: Any, arguments: Arguments) -> int:
 
 
 def hidream_padding(model: Any, arguments: Arguments) -> int:
-    """Count the padding behind the image: a square has none, others are as long as the largest."""
+    """Count the padding after the image. Square images have none, others are padded to the maximum."""
     height, width = arguments["hidden_states"].shape[-2:]
     return 0 if height == width else model.max_seq - height * width // model.config.patch_size**2
 
 
 def hidream_others(model: Any, arguments: Arguments) -> int:
-    """Count the padding, the text of T5, and two of Llama: one for all blocks, one for each."""
+    """Count the padding, the T5 text, and two Llama texts: one for all blocks, one for each block."""
     num_t5 = arguments["encoder_hidden_states_t5"].shape[-2]
     num_llama = arguments["encoder_hidden_states_llama3"][0].shape[-2]
     return hidream_padding(model, arguments) + num_t5 + 2 * num_llama
 
 
 def history(names: Sequence[str], patch_size: Sequence[int] | None = None) -> Count:
-    """Count the tokens of earlier frames, `latents_NAME` (N, C, frames, height, width) each.
+    """Count the tokens of earlier frames, given as `latents_NAME` (N, C, frames, height, width).
 
     Args:
-        names: of one patch, of two patches for a token along each axis, and of four.
-        patch_size: None: that of the model.
+        names: three names. Along each axis a token covers one patch in the first, two in the second, four in
+            the third.
+        patch_size: (frames, height, width); None: the model's.
     """
 
     def count(model: Any, arguments: Arguments) -> int:
@@ -75,53 +76,53 @@ def history(names: Sequence[str], patch_size: Sequence[int] | None = None) -> Co
 
 
 def ideogram_prefix(model: Any, arguments: Arguments) -> int:
-    """Count the tokens before the image, which must come last, at one place in all samples."""
+    """Count the tokens before the image, which must come last, at the same position in all samples."""
     is_image = arguments["indicator"] == IDEOGRAM_IMAGE  # (N, P + T)
     num_image_tokens = int(is_image[0].sum())  # SYNC: shapes depend on it
     first = is_image.shape[1] - num_image_tokens
     if not num_image_tokens or is_image[:, :first].any() or not is_image[:, first:].all():
-        raise ValueError("indicator: the tokens of the image must come last, as many in all samples")
+        raise ValueError("indicator: image tokens must come last, in equal number in all samples")
     return first
 
 
 def joyimage_references(model: Any, arguments: Arguments) -> int:
-    """Count references and padding, which come after the image: the first shape of each sample."""
+    """Count references and padding. They come after the image, whose shape is the first of each sample."""
     lengths = {math.prod(first) for first, *_ in arguments["shape_list"]}
     if len(lengths) != 1:
-        raise ValueError(f"shape_list: images of one batch must have as many tokens, found {sorted(lengths)}")
+        raise ValueError(f"shape_list: images of a batch must have equal token counts, not {sorted(lengths)}")
     return arguments["hidden_states"].shape[1] - lengths.pop()
 
 
 def lumina_2_prefix(model: Any, arguments: Arguments) -> int:
-    """Count the tokens of the text without its padding, which the model leaves out before its blocks."""
+    """Count the text tokens without padding, which the model removes before its blocks."""
     lengths = arguments["encoder_attention_mask"].sum(dim=1).tolist()  # SYNC: the model does the same
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"encoder_attention_mask: texts of {lengths} tokens leave the images of a batch at different "
-            "places, routing takes texts of one length"
+            f"encoder_attention_mask: texts of {lengths} tokens put the images of a batch at different "
+            "positions, but routing needs texts of equal length"
         )
     return int(lengths[0])
 
 
 def qwen_references(model: Any, arguments: Arguments) -> int:
-    """Count the tokens of reference images; with layers, of the last entry, which they are taken from."""
-    shapes = arguments["img_shapes"][0]  # as in the model, those of all samples
+    """Count the tokens of reference images; for layered models, of the last entry, the source image."""
+    shapes = arguments["img_shapes"][0]  # of all samples, as in the model
     others = shapes[1:] if isinstance(shapes, list) else []
     return sum(map(math.prod, others[-1:] if model.config.use_layer3d_rope else others))
 
 
 def qwen_21_prefix(model: Any, arguments: Arguments) -> int:
-    """Count the tokens of text and reference images, which come before those of the image."""
+    """Count the tokens of text and reference images, which come before the image."""
     num_text_tokens = int((~arguments["img_mask"][0]).sum())  # SYNC: the model does the same
     num_target_tokens = math.prod(arguments["img_shapes"][0][-1])
     return num_text_tokens + arguments["hidden_states"].shape[1] - num_target_tokens
 
 
 def z_image_suffix(model: Any, arguments: Arguments) -> int:
-    """Count the padding of the image and the longest text, in a batch of images of one size."""
+    """Count the padding of the image and the padded longest text. All images must have the same size."""
     images, texts = arguments["x"], arguments["cap_feats"]
     if any(not isinstance(image, torch.Tensor) or image.shape != images[0].shape for image in images):
-        raise ValueError("x: routing takes one image a sample, all of one size")
+        raise ValueError("x: routing needs one image per sample, all of the same size")
     _, frames, height, width = images[0].shape
     num_tokens = frames * (height // Z_PATCH_SIZE) * (width // Z_PATCH_SIZE)
     return _padded(num_tokens) - num_tokens + max(_padded(len(text)) for text in texts)
@@ -132,6 +133,6 @@ def _padded(num_tokens: int) -> int:
 
 
 def ace_step_backend(model: Any, arguments: Arguments) -> Any:
-    """The attention backend, which finds the window of attention by the place of a token in the sequence."""
+    """Return the attention backend. A backend applies windows of attention by position in the sequence."""
     backends = (layer.self_attn.processor._attention_backend for layer in model.layers)
     return next((backend for backend in backends if backend is not None), None)

@@ -1,7 +1,7 @@
-"""Transformers of diffusers, one a row: of images, of video, of sound.
+"""The table of adapters, one row per transformer class of diffusers: image, video, then audio.
 
-`ACCEPTED` and `SHARED` in __init__.py name what goes together with routing in every class; `accepts` and
-`shared` of a row are what does in this one.
+`ACCEPTED` and `SHARED` in __init__.py hold for every class. `accepts` and `shared` of a row add names for its
+class alone.
 """
 
 from routing.adapters.adapter import Adapter, BlockList
@@ -9,7 +9,6 @@ from routing.adapters.families import counts
 from routing.adapters.families.parts import (
     Gather,
     along,
-    each,
     entry,
     if_many,
     if_ndim,
@@ -20,45 +19,46 @@ from routing.adapters.families.parts import (
     mask,
     mask_before_text,
     num_reference_tokens,
-    of_all,
     part,
     refuse,
     rope,
     rotary,
     table,
     tokens,
+    tuple_of,
+    unbatched,
 )
 
-# What most classes call their arguments, and their lists of blocks.
+# Names of arguments and of lists of blocks in most classes.
 TEXT, TEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"
 BLOCKS, SINGLE = "transformer_blocks", "single_transformer_blocks"
-# FLUX: attention may have a mask.
+# FLUX: attention may take a mask.
 FLUX_MASKED = rope(rotary) | {"joint_attention_kwargs": entry("attention_mask", mask)}
 FLUX_RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
 CHROMA = rope(rotary) | {"attention_mask": joint}  # (N, P + T)
-# CogView: the mask (N, P) is of the text alone.
+# CogView: the mask (N, P) covers the text alone.
 COGVIEW = BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=("attention_mask",))
 # HiDream: (N, T + text, 1, d / 2, 2, 2), (N, T + S).
 HIDREAM = rope(lambda x, kept: kept.gather_between(x)) | {"hidden_states_masks": tokens}
 # Wan: (1, T, 1, d) each, and (N, T, 6, D) where each token has its own timestep, else (N, 6, D).
-WAN = BlockList("blocks", by_token={"rotary_emb": each(tokens), "temb": if_ndim(4, tokens)})
-LTX_ROTARY = each(lambda x, kept: kept.gather(x, x.ndim - 2))  # (N, T, D), or (N, heads, T, d)
+WAN = BlockList("blocks", by_token={"rotary_emb": tuple_of(tokens), "temb": if_ndim(4, tokens)})
+LTX_ROTARY = tuple_of(lambda x, kept: kept.gather(x, x.ndim - 2))  # (N, T, D), or (N, heads, T, d)
 
 
 def both(output: int, by_token: dict[str, Gather]) -> list[BlockList]:
-    """Double and single blocks that take the same arguments."""
+    """Return double and single blocks that take the same arguments."""
     return [BlockList(name, output=output, by_token=by_token) for name in (BLOCKS, SINGLE)]
 
 
 def hunyuan(joint: bool) -> list[BlockList]:
-    """Blocks that take as `args` what others do with the first frame, and leave it alone."""
+    """Return double and single blocks. They ignore `args`, which token-replace blocks take."""
     keys = {BLOCKS: "freqs_cis", SINGLE: "image_rotary_emb"}
     ways = {name: {key: rotary, "attention_mask": mask_before_text} for name, key in keys.items()}
     return [BlockList(x, joint=joint, output=0, by_token=ways[x]) for x in ways]
 
 
 ROWS = {
-    # Joint blocks, then single ones whose tokens have registers and text in front.
+    # Joint blocks, then single blocks, where registers and text come before the image.
     "AuraFlowTransformer2DModel": Adapter(
         [BlockList("joint_transformer_blocks", output=1), BlockList("single_transformer_blocks", joint=True)],
         num_prefix_tokens=lambda model, given: model.register_tokens.shape[1] + given[TEXT].shape[1],
@@ -66,7 +66,7 @@ ROWS = {
     "BriaTransformer2DModel": Adapter(
         both(1, rope(rotary)), accepts=("img_ids",), num_prefix_tokens=length(TEXT)
     ),
-    # A text of its own for each block.
+    # Each block has its own text.
     "BriaFiboTransformer2DModel": Adapter(
         [
             BlockList(BLOCKS, output=1, by_token=FLUX_MASKED),
@@ -76,7 +76,7 @@ ROWS = {
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
     ),
-    # One sequence: tokens that sum up the text, the image, and those of images to edit.
+    # One sequence: gist tokens, which summarize the text, the image, and images to edit.
     "BriaFibo2Transformer2DModel": Adapter(
         BlockList(
             "layers",
@@ -93,25 +93,25 @@ ROWS = {
         accepts=("img_ids", "attention_mask"),
         num_prefix_tokens=length(TEXT),
     ),
-    # Positions are added before; they are rotary since CogView 4.
+    # Positions are added before the blocks; CogView 4 has rotary positions.
     "CogView3PlusTransformer2DModel": Adapter(BlockList(BLOCKS, output=0)),
     "CogView4Transformer2DModel": Adapter(COGVIEW, accepts=("attention_mask",)),
     "GlmImageTransformer2DModel": Adapter(COGVIEW, accepts=("attention_mask",)),
     "DiTTransformer2DModel": Adapter(BlockList(BLOCKS), accepts=("class_labels",)),
-    # Within U-Nets: attention to the image, then to the text, no positions.
+    # Part of U-Nets: attention to the image, then to the text, without positions.
     "DreamLiteTransformer2DModel": Adapter(BlockList(BLOCKS)),
     "Transformer2DModel": Adapter(
         BlockList(BLOCKS),
         check=refuse("an input of patches or codes", lambda model, given: not model.is_input_continuous),
     ),
-    # One sequence of the image and the text behind it, samples second: (N, T + S, 1, d), six (T + S, N, D)
-    # that are the same for all tokens of a sample, (N, 1, 1, T + S).
+    # One sequence: the image, then the text. Blocks take samples in the second dimension: (N, T + S, 1, d),
+    # six (T + S, N, D) that are equal for all tokens of a sample, (N, 1, 1, T + S).
     "ErnieImageTransformer2DModel": Adapter(
         BlockList(
             "layers",
             tokens="x",
             sequence_first=True,
-            by_token={"rotary_pos_emb": tokens, "temb": each(leading), "attention_mask": mask},
+            by_token={"rotary_pos_emb": tokens, "temb": tuple_of(leading), "attention_mask": mask},
         ),
         num_suffix_tokens=length("text_bth"),
     ),
@@ -122,7 +122,7 @@ ROWS = {
         num_suffix_tokens=num_reference_tokens(0),
         residuals=FLUX_RESIDUALS,
     ),
-    # Modulations that all blocks share.
+    # All blocks share the modulation.
     "Flux2Transformer2DModel": Adapter(
         [
             BlockList(BLOCKS, output=1, by_token=rope(rotary)),
@@ -132,10 +132,10 @@ ROWS = {
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
     ),
-    # Blocks of the image alone, then of text, image and reference images; temb_mod is (N, T + S, 3 D).
+    # Blocks for the image alone, then for text, image and reference images; temb_mod is (N, T + S, 3 D).
     "Flux3Transformer2DModel": Adapter(
         [
-            BlockList("mode_blocks.image", by_token={"temb_mod": tokens, **rope(each(table))}),
+            BlockList("mode_blocks.image", by_token={"temb_mod": tokens, **rope(tuple_of(table))}),
             BlockList(
                 SINGLE,
                 output=1,
@@ -146,8 +146,8 @@ ROWS = {
         accepts=("img_ids",),
         num_prefix_tokens=length(TEXT),
     ),
-    # Behind the image come two texts, and a third for each block. The model cuts off the text of a block, and
-    # at last all text, at places that it counted with all tokens.
+    # After the image come two texts, and a third one for each block. The model cuts off the text of a block,
+    # and at the end all text, at positions that it computed for all tokens.
     "HiDreamImageTransformer2DModel": Adapter(
         [
             BlockList(
@@ -158,15 +158,15 @@ ROWS = {
         accepts=("encoder_hidden_states_t5",),
         whole_between_blocks=True,
     ),
-    # In attention the text comes after the image.
+    # Attention puts the text after the image.
     "HunyuanImageTransformer2DModel": Adapter(both(0, rope(rotary) | {"attention_mask": mask_before_text})),
-    # One sequence, padding and text in front of the image; each token has its own role and place, and may
-    # have its own timestep: (N, P + T, d) each, (N, 1, P + T, P + T), (N, P + T or 1, D).
+    # One sequence: padding and text, then the image. Each token has its role and position, and may have its
+    # own timestep: (N, P + T, d) each, (N, 1, P + T, P + T), (N, P + T or 1, D).
     "Ideogram4Transformer2DModel": Adapter(
         BlockList(
             "layers",
             joint=True,
-            by_token=rope(each(joint)) | {"attention_mask": mask, "adaln_input": if_many(joint)},
+            by_token=rope(tuple_of(joint)) | {"attention_mask": mask, "adaln_input": if_many(joint)},
         ),
         num_prefix_tokens=counts.ideogram_prefix,
     ),
@@ -176,7 +176,7 @@ ROWS = {
     ),
     "JoyImageEditPlusTransformer3DModel": Adapter(
         BlockList(
-            "double_blocks", output=0, by_token=rope(each(tokens)) | {"attention_mask": mask_before_text}
+            "double_blocks", output=0, by_token=rope(tuple_of(tokens)) | {"attention_mask": mask_before_text}
         ),
         num_suffix_tokens=counts.joyimage_references,
     ),
@@ -185,14 +185,14 @@ ROWS = {
         BlockList(BLOCKS, joint=True, by_token=rope(rotary) | {"attention_mask": mask}),
         num_prefix_tokens=length(TEXT),
     ),
-    # Text is in plane 0, references are in plane 2.
+    # The text is in plane 0, the image in plane 1, references are in plane 2.
     "LongCatImageTransformer2DModel": Adapter(
         both(1, rope(rotary)),
         accepts=("img_ids",),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(1),
     ),
-    # base_sequence_length, a key of its cross_attention_kwargs, would change how sharply a window attends.
+    # base_sequence_length of cross_attention_kwargs is not accepted: attention would depend on the length.
     # A mask (N, T), a table (1, T, d).
     "LuminaNextDiT2DModel": Adapter(
         BlockList("layers", by_token={"attention_mask": mask, **rope(tokens)}),
@@ -202,15 +202,15 @@ ROWS = {
         BlockList("layers", joint=True, by_token=rope(joint)),  # (N, P + T, d),
         num_prefix_tokens=counts.lumina_2_prefix,
     ),
-    # The image attends to itself and the text at once, with a mask (N, T + P); experts choose among the
-    # tokens of a window.
+    # The image attends to itself and the text together, with a mask (N, T + P). Experts choose among the
+    # tokens of the window.
     "NucleusMoEImageTransformer2DModel": Adapter(
         BlockList(
             BLOCKS,
             by_token=rope(part(0, table)) | {"attention_kwargs": entry("attention_mask", mask_before_text)},
         ),
     ),
-    # Text with reference images, the timestep, and the image in one sequence.
+    # One sequence: text with reference images, the timestep, the image.
     "OmniGenTransformer2DModel": Adapter(
         BlockList("layers", joint=True, by_token={"attention_mask": mask, **rope(rotary)}),
         accepts=("attention_mask",),
@@ -223,19 +223,19 @@ ROWS = {
         BlockList(BLOCKS, by_token={"attention_mask": mask}),
         accepts=("added_cond_kwargs", "attention_mask"),
     ),
-    # Image tokens attend to image and text; the text, of which the mask is, passes through no block.
+    # Image tokens attend to image and text. The mask covers the text, which passes through no block.
     "PRXTransformer2DModel": Adapter(
         BlockList("blocks", by_token=rope(along(2)), shared=("attention_mask",)),  # (1, 1, T, ...)
         accepts=("attention_mask",),
     ),
-    # Two tables of complex numbers: of the image, of the text; modulate_index (N, T + S).
+    # Two tables of complex numbers, for the image and for the text; modulate_index (N, T + S).
     "QwenImageTransformer2DModel": Adapter(
         BlockList(BLOCKS, output=1, by_token=rope(part(0, table)) | {"modulate_index": tokens}),
         num_suffix_tokens=counts.qwen_references,
     ),
-    # One sequence: text and reference images, which do not see what comes after them, then the image.
-    # key_valid (N, P + T); target_token_mask (P + T,): which tokens are those of the image; segments are of
-    # the prefix. The processor for flex attention takes a block mask over all tokens at their places.
+    # One sequence: text and reference images with block-causal attention, then the image. key_valid is
+    # (N, P + T), target_token_mask (P + T,) marks the image tokens, segments describe the prefix. Flex
+    # attention is not supported: its block mask covers all tokens at fixed positions.
     "QwenImage21Transformer2DModel": Adapter(
         BlockList(
             BLOCKS,
@@ -249,15 +249,15 @@ ROWS = {
         accepts=("pooled_projections", "block_controlnet_hidden_states"),
         residuals=("block_controlnet_hidden_states",),
     ),
-    # One sequence of the image, its padding, and the text; the refiners before it are not routed.
+    # One sequence: the image, its padding, the text. The refiners before it are not routed.
     # A table (N, T + S, d), a mask (N, T + S).
     "ZImageTransformer2DModel": Adapter(
         BlockList("layers", tokens="x", by_token={"freqs_cis": tokens, "attn_mask": mask}),
         num_suffix_tokens=counts.z_image_suffix,
     ),
-    # The coordinates of tokens, three (1, T), are looked up in tables.
+    # Blocks look up the coordinates of the tokens, three (1, T), in tables.
     "AllegroTransformer3DModel": Adapter(
-        BlockList(BLOCKS, by_token=rope(part(1, each(tokens)))), accepts=("image_rotary_emb",)
+        BlockList(BLOCKS, by_token=rope(part(1, tuple_of(tokens)))), accepts=("image_rotary_emb",)
     ),
     "AnyFlowTransformer3DModel": Adapter(
         BlockList(
@@ -270,14 +270,14 @@ ROWS = {
         )
     ),
     "ChronoEditTransformer3DModel": Adapter(WAN),
-    # Joint blocks, with rotary positions or positions that are added before.
+    # Joint blocks. Positions are rotary, or added before the blocks.
     "CogVideoXTransformer3DModel": Adapter(
         BlockList(BLOCKS, output=0, by_token=rope(rotary)), accepts=("image_rotary_emb",)
     ),
     "ConsisIDTransformer3DModel": Adapter(
         BlockList(BLOCKS, output=0, by_token=rope(rotary)), accepts=("image_rotary_emb",)
     ),
-    # Learned positions are added in each block; (N, T, D) where frames have timesteps of their own.
+    # Each block adds learned positions. temb is (N, T, D) if each frame has its own timestep.
     "CosmosTransformer3DModel": Adapter(
         BlockList(
             BLOCKS,
@@ -292,7 +292,7 @@ ROWS = {
         accepts=("attention_mask", "fps"),
     ),
     "EasyAnimateTransformer3DModel": Adapter(BlockList(BLOCKS, output=0, by_token=rope(rotary))),
-    # The tokens of earlier frames come first, and a timestep for each token.
+    # The tokens of earlier frames come first. Each token has its own timestep.
     "HeliosTransformer3DModel": Adapter(
         BlockList(
             "blocks",
@@ -305,42 +305,42 @@ ROWS = {
         ),
         num_prefix_tokens=counts.history(("history_short", "history_mid", "history_long")),
     ),
-    # Double blocks, then single ones; in attention the text comes last.
+    # Double blocks, then single ones. Attention puts the text last.
     "HunyuanVideoTransformer3DModel": Adapter(
         hunyuan(joint=False), accepts=("pooled_projections", "guidance")
     ),
-    # No single blocks; the mask is of the text alone.
+    # No single blocks. The mask covers the text alone.
     "HunyuanVideo15Transformer3DModel": Adapter(
         BlockList(BLOCKS, output=0, by_token={"freqs_cis": rotary}, shared=("attention_mask",)),
         accepts=("encoder_hidden_states_2", "encoder_attention_mask_2"),
     ),
-    # FramePack: the tokens of earlier frames come before those that are generated.
+    # FramePack: the tokens of earlier frames come before the generated ones.
     "HunyuanVideoFramepackTransformer3DModel": Adapter(
         hunyuan(joint=True),
         accepts=("pooled_projections", "guidance"),
         num_prefix_tokens=counts.history(("clean", "history_2x", "history_4x"), patch_size=(1, 2, 2)),
     ),
-    # Rotary positions (N, T, 1, d, 2, 2), one matrix for each pair.
+    # Rotary positions (N, T, 1, d, 2, 2), one matrix per pair of channels.
     "Kandinsky5Transformer3DModel": Adapter(
         BlockList("visual_transformer_blocks", tokens="visual_embed", by_token={"rope": tokens}),
         accepts=("pooled_projections", "visual_rope_pos"),
     ),
-    # Without sound, whose queries attend to the video: the proof does not see them.
+    # Without audio: its queries attend to the video, which the proof cannot check.
     "Kandinsky6Transformer3DModel": Adapter(
         BlockList(
             "visual_transformer_blocks",
             tokens="vis",
             output=0,
-            by_token={"vis_rope": of_all},  # (T, 1, d, 2, 2)
+            by_token={"vis_rope": unbatched},  # (T, 1, d, 2, 2)
             shared=("attn_mask",),
         ),
         accepts=("pooled_projections",),
     ),
-    # LTX: temb (N, T, D) where each token has its own timestep, else (N, 1, D).
+    # LTX: temb is (N, T, D) if each token has its own timestep, else (N, 1, D).
     "LTXVideoTransformer3DModel": Adapter(
-        BlockList(BLOCKS, by_token=rope(each(tokens)) | {"temb": if_many(tokens)})
+        BlockList(BLOCKS, by_token=rope(tuple_of(tokens)) | {"temb": if_many(tokens)})
     ),
-    # The tokens of sound are never routed.
+    # Audio tokens are never routed.
     "LTX2VideoTransformer3DModel": Adapter(
         BlockList(
             BLOCKS,
@@ -355,9 +355,9 @@ ROWS = {
     "SanaWMLTX2RefinerTransformer3DModel": Adapter(
         BlockList(BLOCKS, by_token={"video_rotary_emb": LTX_ROTARY, "temb": if_many(tokens)}),
     ),
-    # Learned rotary positions of each head, (T, heads, d / 2) each.
-    "MochiTransformer3DModel": Adapter(BlockList(BLOCKS, output=0, by_token=rope(each(of_all)))),
-    # Double blocks, then single ones; in attention the text comes last, and is seen once more.
+    # Learned rotary positions for each head, (T, heads, d / 2) each.
+    "MochiTransformer3DModel": Adapter(BlockList(BLOCKS, output=0, by_token=rope(tuple_of(unbatched)))),
+    # Double blocks, then single ones. Attention puts the text last; cross-attention sees it again.
     "MotifVideoTransformer3DModel": Adapter(
         both(0, rope(rotary) | {"attention_mask": mask_before_text}),
         check=refuse("num_decoder_layers={}", lambda model, given: model.num_decoder_layers),
@@ -366,14 +366,14 @@ ROWS = {
         BlockList(
             "blocks",
             by_token={
-                "rotary_emb": each(tokens),
-                "temb": if_ndim(4, along(2)),  # (N, 6, T, D) where each frame has its own timestep
+                "rotary_emb": tuple_of(tokens),
+                "temb": if_ndim(4, along(2)),  # (N, 6, T, D) if each frame has its own timestep
                 "attention_mask": mask,
             },
         ),
     ),
     "WanTransformer3DModel": Adapter(WAN, accepts=("encoder_hidden_states_image",)),
-    # Every second block attends within a window of positions, by a mask.
+    # Every second block attends within a window of positions, given by a mask.
     "AceStepTransformer1DModel": Adapter(
         BlockList("layers", by_token={"position_embeddings": rotary, "attention_mask": mask}),
         accepts=("timestep_r",),
@@ -393,11 +393,11 @@ ROWS = {
         accepts=("attention_mask",),
         num_prefix_tokens=length("global_hidden_states"),
     ),
-    # Memory tokens come before the latents; what is painted in, each block adds to the latents.
+    # Memory tokens come before the latents. Each block adds local_seq (inpainting) to the latents.
     "StableAudio3DiTModel": Adapter(
         BlockList(BLOCKS, joint=True, by_token={"rope": joint_table, "local_seq": tokens}),
         num_prefix_tokens=lambda model, given: model.config.num_memory_tokens,
     ),
-    # Spectrograms: attention to frames, then to encodings, with a row of keys (N, 1, T, L) for each query.
+    # Spectrograms: attention to frames, then to encodings, whose mask (N, 1, T, L) has a row for each query.
     "T5FilmDecoder": Adapter(BlockList("decoders", output=0, by_token={TEXT_MASK: along(-2)})),
 }
