@@ -266,7 +266,7 @@ def test_a_reference_that_cannot_be_used_shows_before_samples_are_drawn(tmp_path
         def batches(self, batch_size, parts):
             raise AssertionError("a sample was drawn")
 
-    with pytest.raises(ValueError, match=r"4.png cannot be used: its mode is L"):
+    with pytest.raises(ValueError, match=r"4.png cannot be read: image mode L"):
         suite.score(Drawn(SAMPLES))
 
 
