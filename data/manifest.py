@@ -211,7 +211,7 @@ def first_classes(manifest: LatentManifest) -> str:
     """Format the number of classes, and the first classes with their names."""
     if not manifest.num_classes:
         return "none"
-    names = [f"{i} {name}" for i, name in enumerate(manifest.class_names or ())]
+    names = [str(i) if name == str(i) else f"{i} {name}" for i, name in enumerate(manifest.class_names or ())]
     return str(manifest.num_classes) + (f": {_first(names)}" if names else ", without names")
 
 

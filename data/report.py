@@ -104,7 +104,7 @@ def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder
 
 def _class_name(dataset: LatentDataset, label: int) -> str:
     names = dataset.manifest.class_names
-    return f"{label} {names[label]}" if names else f"class {label}"
+    return f"{label} {names[label]}" if names and names[label] != str(label) else f"class {label}"
 
 
 @command("report", ReportConfig, __doc__)

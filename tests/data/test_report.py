@@ -90,6 +90,13 @@ def test_with_many_classes_only_the_extremes_are_listed(tmp_path):
     lines = report.count_classes(dataset)
     assert len(lines) == 22
     assert lines[0] == "classes    100, with 3 to 3 entries, median 3"
+    names = ("0", "2", *map(str, range(2, 100)))
+    dataset = write_latents(tmp_path / "b", np.zeros((300, 1, 4, 4)), np.arange(300) % 100, class_names=names)
+    assert [line.split(maxsplit=1)[1] for line in report.count_classes(dataset)[1:4]] == [
+        "class 0",
+        "1 2",
+        "class 2",
+    ]
 
 
 def test_grey_pixels_without_classes_are_drawn(tmp_path, monkeypatch, capsys):
