@@ -39,7 +39,7 @@ def summarize(dataset: LatentDataset) -> list[str]:
     return [
         f"entries    {m.count} ({m.num_held_out} held out){flips}",
         f"latents    {size}{m.in_channels}x{m.input_size}x{m.input_size}, {m.kind} in {m.dtype}, {scale}",
-        f"encoder    {m.encoder}, hash of the weights {(m.encoder_hash or 'unknown')[:16]}",
+        f"encoder    {m.encoder} (hash of the weights: {(m.encoder_hash or 'none')[:16]})",
     ]
 
 
