@@ -1,4 +1,4 @@
-"""Training data: folders of precomputed latents, and the data sets that make them."""
+"""Training data: latent folders, programs that make them, and embedded data sets."""
 
 import runtime.openmp  # before torch
 

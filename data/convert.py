@@ -3,9 +3,9 @@
     python -m data.convert format=maskdit_lmdb source=imagenet256_latent_lmdb/train out=latents/NAME
     python -m data.convert format=repa source=vae-sd.zip out=latents/NAME
 
-What the format does not say is assumed, printed, and checked against the numbers of a sample before anything
-is written; the keys from stored_as on replace an assumption. data/README.md has the formats. Then: python -m
-data.report path=latents/NAME
+Foreign formats do not say how their numbers were scaled or what their channels are. The assumptions about
+them are printed, and checked on a sample of entries before anything is written. The keys from stored_as on
+replace an assumption. data/README.md lists the formats. Afterwards: python -m data.report path=latents/NAME
 """
 
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ from data.importers import (
     STORED_AS,
     Format,
     Source,
-    contradiction,
-    hflip_contradiction,
+    find_contradiction,
+    find_hflip_contradiction,
 )
 from data.latents import check_labels, open_latents
 from data.manifest import LatentManifest, class_warnings
@@ -36,13 +36,13 @@ from runtime.errors import check_choice, check_not_negative, check_positive
 
 NUM_SAMPLED = 512
 ENTRIES_AT_ONCE = 256
-TELL_THEIR_SCALE = ("lightningdit",)
+FORMATS_WITH_SCALE = ("lightningdit",)  # their files hold the scale
 ASSUMED = ("stored_as", "scaled", "hflip", "encoder", "scale", "shift", "std")
 
 
 @dataclass
 class ConvertConfig:
-    """The keys of `data.convert`; None: as the format is assumed to be."""
+    """The keys of `data.convert`. None: the assumption of the format."""
 
     format: str
     source: str
@@ -53,25 +53,25 @@ class ConvertConfig:
     scaled: bool | None = None
     hflip: bool | None = None
     encoder: str | None = None
-    scale: float | None = None  # with shift, the network sees (latent - shift) * scale
+    scale: float | None = None  # the network sees (latent - shift) * scale; needs shift
     shift: float | None = None
-    std: float | None = None  # of what the network sees
+    std: float | None = None  # standard deviation of the network's input
 
 
 @command("convert", ConvertConfig, __doc__)
 def main(request: ConvertConfig) -> None:
     """Check the request and a sample of the source, then convert."""
-    chosen, path = check_request(request), Path(request.source)
-    source = chosen.open(path)
-    told = {key: value for key, value in source.told.items() if getattr(request, key, None) is None}
-    chosen = replace(chosen, **told)
-    known = " ".join(f"{key}={value}" for key, value in assumed(chosen).items())
-    print(f"format={request.format}, assumed: {known}")
-    sampled = check_numbers(chosen, source, path)
-    manifest = describe(request, chosen, source, sampled)
+    foreign, path = check_request(request), Path(request.source)
+    source = foreign.open(path)
+    stored = {key: value for key, value in source.stored.items() if getattr(request, key, None) is None}
+    foreign = replace(foreign, **stored)
+    assumptions = " ".join(f"{key}={value}" for key, value in assumed(foreign).items())
+    print(f"format={request.format}, assumed: {assumptions}")
+    sampled = check_numbers(foreign, source, path)
+    manifest = build_manifest(request, foreign, source, sampled.shape[1:])
     with LatentWriter(request.out, manifest) as writer:
         total = -(-manifest.count // ENTRIES_AT_ONCE)
-        for start, stored in tqdm(pieces(chosen, source), total=total, desc="convert", unit="piece"):
+        for start, stored in tqdm(chunks(foreign, source), total=total, desc="convert", unit="chunk"):
             labels = None if source.labels is None else source.labels[start : start + len(stored)]
             writer.append(stored, labels)
     print(f"{request.out}: {manifest.count} entries of {manifest.num_classes} classes")
@@ -80,13 +80,13 @@ def main(request: ConvertConfig) -> None:
     print(NEXT_STEPS.format(out=request.out))
 
 
-def assumed(chosen: Format) -> dict[str, Any]:
-    """The assumptions, as the keys that replace them, and the range of pixels."""
-    return {key: getattr(chosen, key) for key in (*ASSUMED, "pixel_range")}
+def assumed(foreign: Format) -> dict[str, Any]:
+    """Return the assumptions by the key that replaces each of them, and the pixel range."""
+    return {key: getattr(foreign, key) for key in (*ASSUMED, "pixel_range")}
 
 
 def check_request(request: ConvertConfig) -> Format:
-    """Check the request, and replace assumptions of its format."""
+    """Check the request and return its format, with the assumptions that the request replaces."""
     check_choice("format", request.format, list(FORMATS))
     if request.stored_as is not None:
         check_choice("stored_as", request.stored_as, STORED_AS)
@@ -95,12 +95,12 @@ def check_request(request: ConvertConfig) -> Format:
         check_positive(key, given.get(key, 1))
     check_not_negative("num_held_out", request.num_held_out)
     for key, other in (("scale", "shift"), ("shift", "scale")):
-        if key in given and other not in given:  # the format's would not belong to it
-            raise ValueError(f"{key}={given[key]} needs {other} as well")
+        if key in given and other not in given:  # the format's value belongs to another scale
+            raise ValueError(f"{key}={given[key]} needs {other}: give both or neither")
     encoder = PUBLISHED.get(request.encoder, request.encoder)
-    is_scale_known = request.scale is not None or request.format in TELL_THEIR_SCALE
+    is_scale_known = request.scale is not None or request.format in FORMATS_WITH_SCALE
     if encoder not in (None, SD_VAE, SD_VAE_MSE) and not is_scale_known:
-        rule = "may have another scale than the assumed one: give scale=NUMBER shift=NUMBER as well"
+        rule = "may have another scale than the assumed one: also give scale=NUMBER shift=NUMBER"
         raise ValueError(f"encoder={encoder} {rule}")
     if not Path(request.source).exists():
         raise FileNotFoundError(f"source={request.source} not found")
@@ -109,63 +109,63 @@ def check_request(request: ConvertConfig) -> Format:
     return replace(FORMATS[request.format], **{**changes, "encoder": encoder} if encoder else changes)
 
 
-def check_numbers(chosen: Format, source: Source, path: Path) -> np.ndarray:
-    """Check the assumptions against a sample of entries, and return it (N, C', H, W)."""
+def check_numbers(foreign: Format, source: Source, path: Path) -> np.ndarray:
+    """Check the assumptions on a sample of entries, and return the sample (N, C', H, W)."""
     if not source.count:
-        raise ValueError(f"source={path} holds no entries")
-    if chosen.hflip and source.at is None:
-        raise ValueError("hflip=true needs a format whose entries can be read in any order, not tars")
-    if chosen.hflip and source.count % 2:
-        raise ValueError(f"source={path}: {source.count} entries are not images and their flips: hflip=false")
-    half = source.count // 2 if chosen.hflip else source.count
+        raise ValueError(f"source={path} has no entries")
+    if foreign.hflip and source.read is None:
+        raise ValueError("hflip=true is not supported for tars, whose entries cannot be read in any order")
+    if foreign.hflip and source.count % 2:
+        raise ValueError(f"source={path}: {source.count} entries are not images and flips: set hflip=false")
+    half = source.count // 2 if foreign.hflip else source.count
     ids = np.unique(np.linspace(0, half - 1, min(NUM_SAMPLED, half)).astype(int))
-    entries = _stack([*map(source.at, ids)] if source.at else [*islice(source.entries(), NUM_SAMPLED)])
-    found, labels = contradiction(chosen, entries), source.labels
-    if chosen.hflip and not found:
+    entries = _stack([*map(source.read, ids)] if source.read else [*islice(source.entries(), NUM_SAMPLED)])
+    contradiction, labels = find_contradiction(foreign, entries), source.labels
+    if foreign.hflip and not contradiction:
         if labels is not None and not np.array_equal(labels[:half], labels[half:]):
-            found = "the classes of the second half are not those of the first: hflip=false"
+            contradiction = "the two halves have different labels: set hflip=false"
         else:
-            others = _stack([source.at(half + i) for i in ids])
-            found = hflip_contradiction(chosen.means(entries), chosen.means(others))
-    if found:
-        raise ValueError(f"source={path}: {len(entries)} entries contradict the assumptions: {found}")
+            flips = _stack([source.read(half + i) for i in ids])
+            contradiction = find_hflip_contradiction(foreign.means(entries), foreign.means(flips))
+    if contradiction:
+        raise ValueError(f"source={path}: {len(entries)} entries contradict the assumptions: {contradiction}")
     return entries
 
 
-def describe(request: ConvertConfig, chosen: Format, source: Source, sampled: np.ndarray) -> LatentManifest:
+def build_manifest(request: ConvertConfig, foreign: Format, source: Source, shape: tuple) -> LatentManifest:
     num_classes = request.num_classes or (0 if source.labels is None else int(source.labels.max()) + 1)
     if source.labels is not None:
         check_labels(source.labels, num_classes, Path(request.source))
     return LatentManifest(
-        count=source.count // 2 if chosen.hflip else source.count,
-        shape=sampled.shape[1:],
+        count=source.count // 2 if foreign.hflip else source.count,
+        shape=shape,
         dtype="float16",
-        kind="samples" if chosen.stored_as == "samples" else "moments",
+        kind="samples" if foreign.stored_as == "samples" else "moments",
         num_classes=num_classes,
-        hflip=chosen.hflip,
+        hflip=foreign.hflip,
         num_held_out=request.num_held_out,
-        origin={"format": request.format, "source": request.source, "assumed": assumed(chosen)},
-        **{key: getattr(chosen, key) for key in ("encoder", "scale", "shift", "std", "pixel_range")},
+        origin={"format": request.format, "source": request.source, "assumed": assumed(foreign)},
+        **{key: getattr(foreign, key) for key in ("encoder", "scale", "shift", "std", "pixel_range")},
     )
 
 
-def pieces(chosen: Format, source: Source) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (position, stored latents) of ENTRIES_AT_ONCE entries, flips beside their images."""
+def chunks(foreign: Format, source: Source) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (position, stored latents) of ENTRIES_AT_ONCE entries, each image with its flip."""
     half = source.count // 2
     entries = source.entries()
-    if chosen.hflip:
-        entries = (np.stack([source.at(i), source.at(half + i)]) for i in range(half))
+    if foreign.hflip:
+        entries = (np.stack([source.read(i), source.read(half + i)]) for i in range(half))
     start = 0
-    while taken := list(islice(entries, ENTRIES_AT_ONCE)):
-        piece = _stack(taken)
-        yield start, chosen.to_stored(piece.reshape(-1, *piece.shape[-3:])).reshape(piece.shape)
-        start += len(taken)
+    while chunk := list(islice(entries, ENTRIES_AT_ONCE)):
+        stacked = _stack(chunk)
+        yield start, foreign.to_stored(stacked.reshape(-1, *stacked.shape[-3:])).reshape(stacked.shape)
+        start += len(chunk)
 
 
 def _stack(entries: list[np.ndarray]) -> np.ndarray:
     shapes = sorted({entry.shape for entry in entries})
     if len(shapes) > 1 or len(shapes[0]) < 3:
-        raise ValueError(f"entries must all be of one shape (C, H, W), found {', '.join(map(str, shapes))}")
+        raise ValueError(f"all entries must have one shape (C, H, W), found {', '.join(map(str, shapes))}")
     return np.stack(entries)
 
 

@@ -1,4 +1,4 @@
-"""Embedded data sets: small images of installed packages, written once as a latent folder."""
+"""Embedded data sets: small images from installed packages, written once as a latent folder."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ def write_once(path: str, write: Callable[[], None]) -> None:
     folder = Path(path)
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Of two processes that start at once one waits.
+        # If two processes start together, one writes and the other waits.
         with Lock(folder.with_name(f".{folder.name}.first"), f"data.path={path}", wait_sec=math.inf):
             if not folder.exists():
                 write()
@@ -36,11 +36,12 @@ def write_pixels(
     conditioning_type: str | None = None,
     origin: dict[str, Any] | None = None,
 ) -> None:
-    """Write a latent folder from batches of images (N, C, H, W) uint8, labels (N,), and masks or None.
+    """Write a latent folder of pixels.
 
     Args:
-        typical: images (N, C, H, W); the network sees them with mean 0 and standard deviation 0.5, EDM's
-            sigma_data.
+        batches: images (N, C, H, W) uint8, labels (N,), and masks (N, H, W) uint8 or None.
+        typical: images (N, C, H, W) uint8 that set shift and scale: the network sees them with mean 0 and
+            standard deviation 0.5, EDM's sigma_data.
     """
     encoder = IdentityEncoder()
     pixels = encoder.encode(torch.from_numpy(typical))
@@ -68,10 +69,10 @@ def write_pixels(
 def digits(
     path: str, input_size: int, in_channels: int, num_classes: int, foreground_masks: bool = False
 ) -> LatentDataset:
-    """Open the 1,797 handwritten digits of scikit-learn, 8x8 grey, written once as a latent folder at `path`.
+    """Open scikit-learn's 1,797 handwritten digits, 8x8 grey, written once as a latent folder at `path`.
 
     Args:
-        foreground_masks: give each digit a mask of the pixels that are not black.
+        foreground_masks: give each digit a mask of its pixels that are not black.
     """
     write_once(path, lambda: _write_digits(path, foreground_masks))
     return open_latents(path, input_size, in_channels, num_classes)

@@ -1,4 +1,4 @@
-"""Between images and latents: encoders, and the one rule that turns pixels into bytes."""
+"""Encoders between images and latents, and the one rule that rounds pixels to bytes."""
 
 import hashlib
 import re
@@ -15,7 +15,7 @@ from data.manifest import LatentManifest, Numbers
 from runtime.files import read_json
 
 IDENTITY = "identity"
-# Short names of public autoencoders, as their owners call them.
+# Short names of public autoencoders.
 PUBLISHED = {
     "sd-vae-ft-ema": "stabilityai/sd-vae-ft-ema",
     "sd-vae-ft-mse": "stabilityai/sd-vae-ft-mse",
@@ -23,17 +23,18 @@ PUBLISHED = {
 }
 FILES_ON_THE_HUB = ("config.json", "diffusion_pytorch_model.safetensors")
 ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-# 8 images of 256x256 at a time; fixed, so that no result depends on free memory. RESULTS.md has the cost.
+# 8 images of 256x256 at a time. Fixed, so that results do not depend on free memory. RESULTS.md has the cost.
 PIXELS_AT_ONCE = 8 * 256 * 256
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError)
 MAX_CONFIG_BYTES, MAX_BLOCKS = 2**16, 32  # of an autoencoder from outside
 
 
 class IdentityEncoder:
-    """The pixels themselves, in [-1, 1].
+    """The encoder of pixels: latents are the pixels in [-1, 1].
 
-    `name`, `weights_hash`, `kind`, `scale`, `shift` and `std` of an encoder are the manifest's. An image
-    has `factor` times the side of its latents, of `latent_channels` channels (None: as many as the image).
+    The attributes `name`, `weights_hash`, `kind`, `scale`, `shift` and `std` of an encoder have the same
+    meaning as in the manifest. `factor` is the side of an image divided by the side of its latents.
+    `latent_channels` is None if the latents have as many channels as the image.
     """
 
     name, weights_hash, kind, factor, latent_channels = IDENTITY, None, "samples", 1, None
@@ -41,25 +42,25 @@ class IdentityEncoder:
     std = 0.5  # [EDM]: pixels of photographs in [-1, 1] have a standard deviation of about 0.5
 
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """images (N, C, H, W) uint8 -> latents (N, C, H, W) in [-1, 1]."""
+        """Map images (N, C, H, W) uint8 to latents (N, C, H, W) in [-1, 1]."""
         return images.float() / 127.5 - 1
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """latents (N, C, H, W) -> images (N, C, H, W), nominally in [-1, 1]."""
+        """Map latents (N, C, H, W) to images (N, C, H, W), nominally in [-1, 1]."""
         return latents
 
 
 class KLEncoder:
-    """An autoencoder with a Gaussian posterior: AutoencoderKL of diffusers, in fp32 by default.
+    """An autoencoder with a Gaussian posterior: diffusers' AutoencoderKL, in fp32 by default.
 
     Args:
-        name: a folder as diffusers saves them, a short name (PUBLISHED), or OWNER/NAME on the hub;
-            safetensors only.
+        name: a folder saved by diffusers, a short name (PUBLISHED), or OWNER/NAME on the hub; safetensors
+            only.
         bf16: run under bf16 autocast.
-        official: PARITY with the public TREAD code: weights rounded to bf16, under fp16 autocast.
+        official: PARITY with the public TREAD code: weights rounded to bf16, fp16 autocast.
 
     Raises:
-        ValueError: there is no such autoencoder, or it cannot be loaded.
+        ValueError: the autoencoder does not exist or cannot be loaded.
     """
 
     kind = "moments"
@@ -79,7 +80,7 @@ class KLEncoder:
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """images (N, 3, H, W) uint8 -> mean, then logvar (N, 2C, H/factor, W/factor) fp32, on the CPU."""
+        """Map images (N, 3, H, W) uint8 to mean and logvar (N, 2C, H/factor, W/factor) fp32 on the CPU."""
 
         def moments(part: torch.Tensor) -> torch.Tensor:
             posterior = self.net.encode(part.to(self.device).float() / 127.5 - 1).latent_dist
@@ -89,7 +90,7 @@ class KLEncoder:
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """latents (N, C, H, W) -> images (N, 3, factor H, factor W) fp32, nominally in [-1, 1]."""
+        """Map latents (N, C, H, W) to images (N, 3, factor H, factor W) fp32, nominally in [-1, 1]."""
         pixels = latents.shape[-1] * latents.shape[-2] * self.factor**2
         return self._in_slices(lambda part: self.net.decode(part.to(self.device)).sample, latents, pixels)
 
@@ -103,7 +104,7 @@ Encoder = IdentityEncoder | KLEncoder
 
 
 def is_at_hand(name: str) -> bool:
-    """True if an encoder is on this machine: pixels, a folder, or in the cache of the hub."""
+    """True if an encoder is on this machine: identity, a folder, or in the cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -112,12 +113,12 @@ def is_at_hand(name: str) -> bool:
     name = PUBLISHED.get(name, name)
     try:
         return all(isinstance(try_to_load_from_cache(name, file), str) for file in FILES_ON_THE_HUB)
-    except HFValidationError:  # no name of the hub
+    except HFValidationError:  # not a valid name on the hub
         return False
 
 
 def load_encoder(name: str, device: torch.device, bf16: bool = False, official: bool = False) -> Encoder:
-    """Load an encoder by its name, as a manifest or a user gives it."""
+    """Load an encoder by name."""
     return IdentityEncoder() if name == IDENTITY else KLEncoder(name, device, bf16, official)
 
 
@@ -132,39 +133,39 @@ def encoder_for(
     """Load the encoder that made the latents of a manifest.
 
     Args:
-        encoder: its path or name; None: the manifest's.
-        allow_other: accept another encoder than the manifest's.
-        bf16, official: of KLEncoder.
+        encoder: path or name; None: the manifest's.
+        allow_other: accept an encoder that differs from the manifest's.
+        bf16, official: see KLEncoder.
     """
     name = encoder or manifest.encoder
-    found = load_encoder(name, device, bf16, official)
-    # Converted latents have no hash of the weights: there the user is trusted.
-    other_kind = (found.name == IDENTITY) != (manifest.encoder == IDENTITY)
-    other_weights = manifest.encoder_hash is not None and found.weights_hash != manifest.encoder_hash
+    loaded = load_encoder(name, device, bf16, official)
+    # Converted latents have no hash of the weights: the user's encoder is accepted.
+    other_kind = (loaded.name == IDENTITY) != (manifest.encoder == IDENTITY)
+    other_weights = manifest.encoder_hash is not None and loaded.weights_hash != manifest.encoder_hash
     if (other_kind or other_weights) and not allow_other:
-        of_latents = f"the latents are of {manifest.encoder} with weights {manifest.encoder_hash}"
+        made_by = f"the latents were made by {manifest.encoder} with weights {manifest.encoder_hash}"
         raise ValueError(
-            f"encoder={name} has weights {found.weights_hash}, {of_latents}: they must be the same "
-            "(sample.py and fid.py take allow_other_encoder=true)"
+            f"encoder={name} has weights {loaded.weights_hash}, {made_by}: use the same encoder, or set "
+            "allow_other_encoder=true (sample.py and fid.py)"
         )
-    if found.latent_channels not in (None, manifest.in_channels):
-        channels = f"{found.latent_channels} channels, these have {manifest.in_channels}"
+    if loaded.latent_channels not in (None, manifest.in_channels):
+        channels = f"{loaded.latent_channels} channels, the data have {manifest.in_channels}"
         raise ValueError(f"encoder={name} has latents of {channels}")
-    return found
+    return loaded
 
 
 def tensors_hash(tensors: dict[str, torch.Tensor]) -> str:
-    """Hash the values, whatever the file and the names."""
+    """Hash the values of tensors, independent of their names and their order."""
     arrays = (tensor.detach().cpu().float().contiguous().numpy() for tensor in tensors.values())
     digests = sorted(hashlib.sha256(array.tobytes()).hexdigest() for array in arrays)
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def to_uint8(images: torch.Tensor, official: bool = False) -> torch.Tensor:
-    """Turn pixels in [-1, 1] into bytes by the rule of [EDM] and [DiT] (truncation after adding one half).
+    """Round pixels in [-1, 1] to bytes, as [EDM] and [DiT] do: add one half and truncate.
 
     Args:
-        official: PARITY with the public TREAD code, which adds nothing: half a grey level darker.
+        official: PARITY with the public TREAD code, which does not add one half: half a grey level darker.
     """
     return (127.5 * images + (127.5 if official else 128)).clamp(0, 255).to(torch.uint8)
 
@@ -172,7 +173,7 @@ def to_uint8(images: torch.Tensor, official: bool = False) -> torch.Tensor:
 def image_decoder(
     manifest: LatentManifest, encoder: Encoder, official: bool = False
 ) -> Callable[[torch.Tensor], np.ndarray]:
-    """Build the function from a network's latents (N, C, H, W) to images (N, H, W, channels) uint8."""
+    """Return a function from a network's latents (N, C, H, W) to images (N, H, W, channels) uint8."""
     black, white = manifest.pixel_range
 
     def decode(latents: torch.Tensor) -> np.ndarray:
@@ -187,7 +188,7 @@ def image_decoder(
 def real_images(
     dataset: LatentDataset, ids: np.ndarray, encoder: Encoder
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Decode entries of a data set to images (N, H, W, channels) uint8; return them with their labels."""
+    """Decode entries of a data set: images (N, H, W, channels) uint8, and labels (N,) or None."""
     stored, labels = dataset.read(ids)
     images = image_decoder(dataset.manifest, encoder)(dataset.manifest.to_means(stored))
     return images, None if labels is None else labels.numpy()
@@ -199,8 +200,8 @@ def _load_autoencoder(request: str, name: str) -> torch.nn.Module:
 
     on_the_hub = not Path(name).is_dir()
     if on_the_hub and not ON_THE_HUB.fullmatch(name):
-        known = f"{', '.join([IDENTITY, *PUBLISHED])}, a folder with an autoencoder"
-        raise ValueError(f"encoder={request} not found: must be one of {known}, or OWNER/NAME on the hub")
+        choices = f"{', '.join([IDENTITY, *PUBLISHED])}, a folder with an autoencoder"
+        raise ValueError(f"encoder={request} not found: must be one of {choices}, or OWNER/NAME on the hub")
     logging.set_verbosity(logging.CRITICAL)  # errors are reported once, below
     logging.disable_progress_bar()
     load = partial(AutoencoderKL.from_pretrained, name, use_safetensors=True, output_loading_info=True)
@@ -213,42 +214,42 @@ def _load_autoencoder(request: str, name: str) -> torch.nn.Module:
             raise ValueError(f"encoder={request} is not an AutoencoderKL: {_line(error)}") from error
         raise ValueError(
             f"encoder={request} is not in the cache and cannot be downloaded ({_line(error)}): run `hf "
-            f"download {name} --local-dir FOLDER` on a machine with internet, then give encoder=FOLDER"
+            f"download {name} --local-dir FOLDER` on a machine with internet, then set encoder=FOLDER"
         ) from error
-    if missing := info["missing_keys"]:  # diffusers initializes them at random with a warning
+    if missing := info["missing_keys"]:  # diffusers would initialize them at random
         raise ValueError(f"encoder={request} lacks {len(missing)} tensors, such as {min(missing)}")
     return net
 
 
 def _normalisation(config: Mapping[str, Any], name: str) -> tuple[Numbers, Numbers, float]:
-    """Read scale and shift from an autoencoder's config.json, and the standard deviation that they promise.
+    """Read scale, shift and the resulting standard deviation from an autoencoder's config.json.
 
-    As in the pipelines of diffusers: (z - shift_factor) * scaling_factor, of unit variance, or
+    As in diffusers' pipelines: (z - shift_factor) * scaling_factor, of unit variance, or
     (z - latents_mean) / latents_std * scaling_factor.
     """
     factor, shift = config["scaling_factor"], config["shift_factor"]
     means, stds = config["latents_mean"], config["latents_std"]
-    what = f"encoder={name}: its config.json"
+    file = f"encoder={name}: config.json"
     if means is not None and shift:
-        raise ValueError(f"{what} has latents_mean and shift_factor={shift}: must have one of them")
+        raise ValueError(f"{file} has latents_mean and shift_factor={shift}, must have only one of them")
     if (means is not None or shift) and "scaling_factor" in config.get("_use_default_values", ()):
-        raise ValueError(f"{what} has a shift, but not the scaling_factor that belongs to it")
-    try:  # the manifest checks how many there are
+        raise ValueError(f"{file} has a shift but no scaling_factor, must have both")
+    try:  # the manifest checks the number of channels
         if means is stds is None:
             return float(factor), float(shift or 0.0), 1.0
         return tuple(factor / std for std in stds), tuple(map(float, means)), abs(float(factor))
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        rule = "must have numbers in both of latents_mean and latents_std, or in neither"
-        raise ValueError(f"{what} {rule}: {error}") from error
+        rule = "must have lists of numbers in both latents_mean and latents_std, or in neither"
+        raise ValueError(f"{file} {rule}: {error}") from error
 
 
 def _check_depth(config: Any) -> None:
-    """Refuse more blocks than an autoencoder has: they would be built before the weights are read."""
+    """Raise for more than MAX_BLOCKS blocks: diffusers builds them before it reads the weights."""
     for key in ("layers_per_block", "block_out_channels"):
         value = config.get(key) if isinstance(config, dict) else None
         count = len(value) if isinstance(value, list) else value
         if isinstance(count, int) and count > MAX_BLOCKS:
-            raise ValueError(f"{key} of its config.json has {count} blocks, must be at most {MAX_BLOCKS}")
+            raise ValueError(f"{key} of config.json has {count} blocks, must be at most {MAX_BLOCKS}")
 
 
 def _line(error: Exception) -> str:

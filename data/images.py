@@ -1,4 +1,4 @@
-"""Images in an .npz with arr_0, or in a folder or zip of image files, read in batches."""
+"""Read images in batches: an .npz with arr_0, or a folder or zip of image files."""
 
 import math
 import posixpath
@@ -19,25 +19,25 @@ from runtime.parts import Part
 
 LOSSLESS = (".png", ".bmp", ".ppm", ".tif", ".tiff")
 LOSSY = (".jpg", ".jpeg", ".webp")
-# What PIL raises where an image is damaged, or absurdly large.
+# Errors of PIL for damaged and huge images.
 IMAGE_ERRORS = (*ZIP_ERRORS, SyntaxError, Image.DecompressionBombError, TypeError, MemoryError)
-# No others, whatever a file is called: for some PIL runs other programs.
+# Only these, whatever the suffix: PIL runs other programs for some formats.
 FORMATS = ("PNG", "BMP", "PPM", "TIFF", "JPEG", "WEBP")
-MAX_MEMBER_BYTES = 2**30  # of a zip of files, unpacked
+MAX_MEMBER_BYTES = 2**30  # of a file in a zip, unpacked
 MAX_CHANNELS = 4
-MAX_ASPECT = 50  # resized to the height of its crop, a line of pixels would take gigabytes
-# Folders that systems and tools put beside one's own.
+MAX_ASPECT = 50  # resizing a line of pixels to the height of a crop would take gigabytes
+# Folders that operating systems and tools add.
 HIDDEN = (".", "__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found")
 ORIENTATION = "turned as the EXIF orientation says, where it can be read"
 
 
 class Files:
-    """The files of a folder and its subfolders, or of a zip: their names, sorted, without hidden ones.
+    """The files of a folder and its subfolders, or of a zip, sorted by name, without hidden files.
 
-    In the names of a zip a backslash, as Windows tools write it, separates as a slash does.
+    A backslash in the names of a zip, as Windows tools write it, counts as a slash.
 
     Args:
-        key: before the path in error messages, as `source=`.
+        key: prefix of the path in error messages, such as `source=`.
     """
 
     def __init__(self, path: Path, key: str = ""):
@@ -52,10 +52,10 @@ class Files:
         self._stored = dict(zip(names, stored, strict=True)) if self._archive else {}
         self.names = [name for name in self._visible if not name.endswith("/")]
         if outside := [name for name in names if name.startswith("../")]:
-            raise ValueError(f"{key}{path} holds {outside[0]}, a place outside of it")
-        twice = [name for name, following in pairwise(self.names) if name == following]
-        if twice:
-            raise ValueError(f"{key}{path} holds {twice[0]} twice")
+            raise ValueError(f"{key}{path} has {outside[0]}, a path outside of it")
+        duplicates = [name for name, following in pairwise(self.names) if name == following]
+        if duplicates:
+            raise ValueError(f"{key}{path} has {duplicates[0]} twice")
         self.images = [name for name in self.names if name.lower().endswith(LOSSLESS + LOSSY)]
 
     def open(self, name: str) -> BinaryIO:
@@ -65,15 +65,15 @@ class Files:
         return self._archive.open(self._stored[name])
 
     def folders(self, parent: str) -> set[str]:
-        """Names of the folders in a folder ("" or a path that ends with a slash), empty or not."""
+        """List the folders, also empty ones, in a folder ("", or a path that ends with a slash)."""
         if self._archive is None:
-            found = {path.name for path in (self.path / parent).iterdir() if path.is_dir()}
-            return {name for name in found if not _is_hidden(name)}
+            names = {path.name for path in (self.path / parent).iterdir() if path.is_dir()}
+            return {name for name in names if not _is_hidden(name)}
         names = (name.removeprefix(parent) for name in self._visible if name.startswith(parent))
         return {name.partition("/")[0] for name in names if "/" in name} - {""}
 
     def size(self, name: str) -> int:
-        """Size of a file in bytes; raise a ValueError for a member that declares too many."""
+        """Return the size of a file in bytes. Raise a ValueError if a member of a zip is too large."""
         if self._archive is None:
             return (self.path / name).stat().st_size
         size = self._archive.getinfo(self._stored[name]).file_size
@@ -83,9 +83,7 @@ class Files:
 
 
 class _Images:
-    """Images in files, in no parts."""
-
-    part_size = None
+    part_size = None  # the files have no parts
 
 
 class NpzImages(_Images):
@@ -95,29 +93,29 @@ class NpzImages(_Images):
         self.path = Path(path)
         try:
             with zipfile.ZipFile(self.path) as archive:
-                size = member_size(archive, "arr_0.npy")  # first: it refuses compression unknown to numpy
+                size = member_size(archive, "arr_0.npy")  # refuses compression that numpy does not know
                 with archive.open("arr_0.npy") as member:
                     shape, fortran_order, dtype = read_header(member)
                     size -= member.tell()
             is_array = dtype == np.uint8 and len(shape) == 4 and min(shape) > 0 and not fortran_order
             if not is_array or shape[3] > MAX_CHANNELS or math.prod(shape[1:3]) > Image.MAX_IMAGE_PIXELS:
                 rule = f"must be uint8 (N, H, W, C) in C order, with 1 to {MAX_CHANNELS} channels"
-                pixels = f"an image has at most {Image.MAX_IMAGE_PIXELS} pixels"
-                raise ValueError(f"arr_0 is {dtype} {shape}, {rule}; {pixels}")
+                pixels = f"and at most {Image.MAX_IMAGE_PIXELS} pixels per image"
+                raise ValueError(f"arr_0 is {dtype} {shape}, {rule}, {pixels}")
             check_size("arr_0", shape, dtype, size)
         except ZIP_ERRORS as error:
             raise ValueError(f"{self.path} cannot be read as an .npz with arr_0: {error}") from error
         self.count, self.shape = shape[0], shape[1:]
 
     def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
-        """Yield parts in ascending order, each of `batch_size` images but for the last."""
+        """Yield parts of `batch_size` images, the last one may be smaller. `parts` must be ascending."""
         image_size, position = math.prod(self.shape), 0
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
                 read_header(member)
                 for part in parts:
                     start = part * batch_size
-                    for _ in range(position, start):  # `seek` skips the check of the CRC in newer Pythons
+                    for _ in range(position, start):  # `seek` would skip the CRC check in newer Pythons
                         member.read(image_size)
                     position = min(start + batch_size, self.count)
                     data = bytearray(member.read((position - start) * image_size))
@@ -130,8 +128,8 @@ class ImageFiles(_Images):
     """Image files in a folder and its subfolders, or in a zip, sorted by name.
 
     Args:
-        resolution: crop and resize each image to this size, as [ADM], whatever its format; None: the images
-            must be RGB, lossless, and of one size, and stay as they are.
+        resolution: crop and resize each image to this size, as [ADM] does. None: the images must be RGB,
+            lossless, and all of the same size.
     """
 
     def __init__(self, path: str | Path, resolution: int | None = None):
@@ -139,16 +137,16 @@ class ImageFiles(_Images):
         self._files = Files(self.path)
         self._names, lossless = self._files.images, ", ".join(LOSSLESS)
         if not self._names:
-            raise ValueError(f"{self.path} holds no images ({lossless})")
+            raise ValueError(f"{self.path} has no images ({lossless})")
         lossy = [name for name in self._names if name.lower().endswith(LOSSY)]
         if lossy and not resolution:
-            rule = f"must be {lossless}, or be cropped (resolution=N)"
-            raise ValueError(f"{self.path}/{lossy[0]} is of a lossy format: {rule}")
+            rule = f"must be {lossless}, or set resolution=N to crop the images"
+            raise ValueError(f"{self.path}/{lossy[0]} has a lossy format, {rule}")
         self.count, self.shape = len(self._names), tuple[int, ...]()
         self.shape = self._read(self._names[0]).shape
 
     def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
-        """Yield parts, each of `batch_size` images but for the last."""
+        """Yield parts of `batch_size` images, the last one may be smaller."""
         with ThreadPoolExecutor() as pool:
 
             def read(part: int) -> tuple[int, list[Future]]:
@@ -156,9 +154,9 @@ class ImageFiles(_Images):
                 return part, [pool.submit(self._read, name) for name in names]
 
             reads = map(read, parts)
-            ahead = next(reads, None)
-            while ahead:  # the next batch is read while this one is used
-                (part, images), ahead = ahead, next(reads, None)
+            read_ahead = next(reads, None)
+            while read_ahead:  # threads read the next batch while the caller uses this one
+                (part, images), read_ahead = read_ahead, next(reads, None)
                 yield Part(part, np.stack([image.result() for image in images]))
 
     def _read(self, name: str) -> np.ndarray:
@@ -166,59 +164,59 @@ class ImageFiles(_Images):
             with self._files.open(name) as file:
                 image = to_pixels(open_picture(file), self.resolution)
         except IMAGE_ERRORS as error:
-            raise ValueError(f"{self.path}/{name} cannot be used: {error}") from error
+            raise ValueError(f"{self.path}/{name} cannot be read: {error}") from error
         if self.shape not in ((), image.shape):
             first = f"{self._names[0]} is {self.shape}"
-            raise ValueError(f"{self.path}/{name} is {image.shape}, {first}: sizes must agree")
+            raise ValueError(f"{self.path}/{name} is {image.shape}, {first}: all sizes must be equal")
         return image
 
 
 def open_images(path: str | Path, resolution: int | None = None) -> NpzImages | ImageFiles:
-    """Open images in a folder, an .npz, or a zip."""
+    """Open the images of a folder, a zip, or an .npz."""
     if not Path(path).exists():
         raise FileNotFoundError(f"{path} not found")
     if Path(path).suffix != ".npz":
         return ImageFiles(path, resolution)
     if resolution:
-        raise ValueError(f"resolution={resolution} crops image files and has no meaning for {path}")
+        raise ValueError(f"resolution={resolution} crops image files: it does not apply to {path}")
     return NpzImages(path)
 
 
 def to_pixels(image: Image.Image, resolution: int | None = None) -> np.ndarray:
-    """Turn an image into bytes (H, W, 3).
+    """Convert an image to an array (H, W, 3) uint8.
 
     Args:
-        resolution: convert it to RGB, crop and resize it to this size, as [ADM]; None: it must be RGB.
+        resolution: convert to RGB, crop and resize to this size, as [ADM] does. None: the image must be RGB.
     """
     if image.mode[0] in "IF" or (not resolution and image.mode != "RGB"):
-        raise ValueError(f"its mode is {image.mode}, must be RGB with 8 bits")
+        raise ValueError(f"image mode {image.mode} must be RGB with 8 bits")
     if resolution:
         if max(image.size) > MAX_ASPECT * min(image.size):
             rule = f"one side must be at most {MAX_ASPECT} times the other"
-            raise ValueError(f"its size is {image.size}: {rule}")
+            raise ValueError(f"image size {image.size}: {rule}")
         image = centre_crop(image.convert("RGB"), resolution)
     return np.asarray(image)
 
 
 def open_picture(file: BinaryIO) -> Image.Image:
-    """Read an image of one of FORMATS as viewers show it: turned as its EXIF orientation says.
+    """Read an image of one of FORMATS and apply its EXIF orientation, as image viewers do.
 
-    DEVIATION: [ADM] and others ignore the orientation, so that a picture lies on its side, but for TIFF,
-    which PIL turns by itself.
+    DEVIATION: [ADM] and others ignore the orientation, except for TIFF, where PIL applies it. Their images
+    can lie on the side.
     """
     image = Image.open(file, formats=FORMATS)
     if ";16" in str(image.tile) and image.mode[0] not in "IF":  # PIL reduces these to 8 bits silently
-        raise ValueError(f"its mode is {image.mode}, must be {image.mode} with 8 bits")
+        raise ValueError(f"image mode {image.mode} with 16 bits must have 8 bits")
     image.load()
-    with suppress(*IMAGE_ERRORS):  # damaged EXIF, not a damaged image: viewers do not turn it
+    with suppress(*IMAGE_ERRORS):  # damaged EXIF data are ignored, as viewers do
         ImageOps.exif_transpose(image, in_place=True)
     return image
 
 
 def centre_crop(image: Image.Image, size: int) -> Image.Image:
-    """Resize an image so that its shorter side is `size`, and crop the square in its middle. [ADM]
+    """Resize an image to `size` on its shorter side, and crop the square in the centre. [ADM]
 
-    PARITY: by box filter to halves while the shorter side is at least twice the size, then bicubic.
+    PARITY: halve with a box filter while the shorter side is at least 2 * size, then resize with bicubic.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
@@ -229,7 +227,7 @@ def centre_crop(image: Image.Image, size: int) -> Image.Image:
 
 
 def normalized_name(name: str) -> str:
-    """Name of a member of a zip with `/` as separator, without a leading `./` or `/`."""
+    """Return the name of a zip member with `/` as separator and no leading `./` or `/`."""
     name = name.replace("\\", "/")
     return posixpath.normpath(name).lstrip("/") + ("/" if name.endswith("/") else "")
 

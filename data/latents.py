@@ -1,7 +1,7 @@
-"""The latent folder, opened: memory-mapped latents or posterior moments, labels, and masks, read by index.
+"""Read latent folders: memory-mapped latents or posterior moments, labels and masks, by index.
 
-The format is in data/README.md. A network sees z = (latent - shift) * scale, applied once, from the manifest
-alone; moments (mean and log-variance of a Gaussian posterior) are sampled again at each step.
+data/README.md describes the format. A network sees z = (latent - shift) * scale, applied once, with the
+manifest's values. Moments (mean and log-variance of a Gaussian posterior) are sampled again at each step.
 
 Shapes: N samples, C channels, H = W.
 """
@@ -24,7 +24,7 @@ MEASURED_ENTRIES, ENTRIES_AT_ONCE = 4096, 256
 
 
 class LatentDataset:
-    """Latents, labels and masks, read by index, with a fixed part held out."""
+    """Latents, labels and masks of a data set, read by index. The same entries are always held out."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class LatentDataset:
         labels: np.ndarray | None,
         manifest: LatentManifest,
         masks: np.ndarray | None = None,
-        encoder: str | None = None,  # its path, if not the manifest's
+        encoder: str | None = None,  # path; None: the manifest's
     ):
         self.stored, self.labels, self.masks, self.encoder = stored, labels, masks, encoder
         order = np.random.default_rng(HELD_OUT_SEED).permutation(manifest.count)
@@ -45,10 +45,10 @@ class LatentDataset:
     def read(
         self, ids: np.ndarray, flipped: np.ndarray | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Read the stored latents (N, C', H, W) and labels (N,) int64 of entries `ids` of the folder.
+        """Read the stored latents (N, C', H, W) and labels (N,) int64 of entries `ids`.
 
         Args:
-            flipped: (N,) 1 for the flip, 0 for the image; None for the images.
+            flipped: (N,), 1 reads the flip and 0 the image. None: the images.
         """
         labels = None if self.labels is None else torch.from_numpy(self.labels[ids])
         if self.manifest.hflip and flipped is None:
@@ -56,7 +56,7 @@ class LatentDataset:
         return torch.from_numpy(_read_in_order(self.stored, ids, flipped)), labels
 
     def read_masks(self, ids: np.ndarray, flipped: np.ndarray | None = None) -> torch.Tensor:
-        """Read the weight of each position of entries `ids`, (N, H, W) fp32 in [0, 1]."""
+        """Read the weights of all positions of entries `ids`, (N, H, W) fp32 in [0, 1]."""
         masks = torch.from_numpy(_read_in_order(self.masks, ids))
         if flipped is not None:
             masks = torch.where(torch.from_numpy(flipped).bool()[:, None, None], masks.flip(-1), masks)
@@ -64,13 +64,13 @@ class LatentDataset:
         return (masks > 0).float() if is_segmentation else masks.float() / 255
 
     def spread_ids(self, max_count: int) -> np.ndarray:
-        """Choose entries from all over the folder, each once."""
+        """Choose at most `max_count` distinct entries, evenly spread over the data set."""
         return np.unique(np.linspace(0, self.manifest.count - 1, max_count).astype(int))
 
     def measure(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Mean (C,) and standard deviation (C,) of what a network sees, and the deviation over all channels.
+        """Measure the network's input on at most MEASURED_ENTRIES entries.
 
-        At most MEASURED_ENTRIES are read.
+        Returns the mean (C,) and standard deviation (C,) of each channel, and the one over all channels.
         """
         ids, generator = self.spread_ids(MEASURED_ENTRIES), torch.Generator().manual_seed(0)
         total, squares = torch.zeros(2, self.manifest.in_channels).double()
@@ -84,7 +84,7 @@ class LatentDataset:
         return means, (powers - means.square()).clamp(min=0).sqrt(), std
 
     def __getstate__(self) -> dict[str, Any]:
-        # A memory map would be pickled by value; a worker process opens the file instead.
+        # Pickling would copy a memory map. Worker processes open the file instead.
         maps = {key: value for key, value in self.__dict__.items() if isinstance(value, np.memmap)}
         return {**self.__dict__, **{key: Path(value.filename) for key, value in maps.items()}}
 
@@ -94,8 +94,8 @@ class LatentDataset:
         self.__dict__.update({**state, **opened})
 
     def describe(self) -> dict[str, Any]:
-        """The manifest, and a fingerprint of it, of the labels and of some entries."""
-        manifest = {**asdict(self.manifest), "origin": None}  # however they were made
+        """Return the manifest, and a fingerprint of the manifest, the labels and some entries."""
+        manifest = {**asdict(self.manifest), "origin": None}  # the fingerprint does not depend on the origin
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
         ids = self.spread_ids(NUM_FINGERPRINT_ENTRIES)
         masks = None if self.masks is None else self.masks[ids]
@@ -111,18 +111,18 @@ def open_latents(
     num_classes: int | None = None,
     encoder: str | None = None,
 ) -> LatentDataset:
-    """Open a latent folder and check it against the sizes that a run expects (None: any).
+    """Open a latent folder, and check that it has the sizes that a run expects (None: any).
 
     Args:
-        encoder: path of the encoder that decodes samples, if not the manifest's.
+        encoder: path of the encoder that decodes samples. None: the manifest's.
 
     Raises:
-        FileNotFoundError: there is no manifest.
-        ValueError: a file is missing, contradicts the manifest, or the run expects other sizes.
+        FileNotFoundError: the folder has no manifest.
+        ValueError: a file is missing or contradicts the manifest, or the run expects other sizes.
     """
     manifest, folder = read_manifest(path), Path(path)
     manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
-    arrays = {key: _open_array(folder / FILES[key], *array) for key, array in manifest.arrays().items()}
+    arrays = {key: _map_array(folder / FILES[key], *array) for key, array in manifest.arrays().items()}
     labels = arrays.get("labels")
     if labels is not None:
         labels = np.array(labels)
@@ -131,23 +131,23 @@ def open_latents(
 
 
 def check_labels(labels: np.ndarray, num_classes: int, file: Path, first: int = 0) -> None:
-    """Raise a ValueError unless all labels, those of entries `first` and following, are classes."""
+    """Raise a ValueError unless all labels, of entries first, first + 1, ..., are in [0, num_classes)."""
     wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(wrong):
-        where = f"label {labels[wrong[0]]} at position {first + wrong[0]}"
-        raise ValueError(f"{file}: {where} must be in [0, {num_classes - 1}]")
+        label = f"label {labels[wrong[0]]} at position {first + wrong[0]}"
+        raise ValueError(f"{file}: {label} must be in [0, {num_classes - 1}]")
 
 
 def _read_in_order(array: np.ndarray, ids: np.ndarray, flipped: np.ndarray | None = None) -> np.ndarray:
-    order = np.argsort(ids)  # a memory map is read in the order of the file
-    found = array[ids[order]] if flipped is None else array[ids[order], flipped[order]]
-    entries = np.empty_like(found, subok=False)
-    entries[order] = found
+    order = np.argsort(ids)  # read a memory map in the order of the file
+    in_order = array[ids[order]] if flipped is None else array[ids[order], flipped[order]]
+    entries = np.empty_like(in_order, subok=False)
+    entries[order] = in_order
     return entries
 
 
-def _open_array(file: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    found = map_array(file)
-    if found.dtype != np.dtype(dtype) or found.shape != shape:
-        raise ValueError(f"{file} holds {found.dtype} {found.shape}, the manifest promises {dtype} {shape}")
-    return found
+def _map_array(file: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    array = map_array(file)
+    if array.dtype != np.dtype(dtype) or array.shape != shape:
+        raise ValueError(f"{file} is {array.dtype} {array.shape}, must be {dtype} {shape} as in the manifest")
+    return array

@@ -1,4 +1,4 @@
-"""The manifest of a latent folder; data/README.md has the table."""
+"""The manifest of a latent folder. data/README.md describes its keys."""
 
 import math
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ DTYPES = ("float16", "float32")
 CONDITIONING_TYPES = (None, "mask", "segmentation")
 BLOCK_BYTES = 2**26
 MAX_CLASSES, NAMES_SHOWN = 1_000_000, 10
-MAX_NUMBERS = 2**26  # of one entry: 4 channels of 4096x4096
+MAX_NUMBERS = 2**26  # in one entry: 4 channels of 4096x4096
 MAX_BLOCK_BYTES = 2**40
 MAX_SCALE = 1e18
-FAR_STD = 1.8  # a factor: data sets differ by less, a scale forgotten or applied twice by much more
+FAR_STD = 1.8  # factor: data sets differ by less, and a missing or repeated scale changes much more
 FILES = {"manifest": "manifest.json", "latents": "latents.npy", "labels": "labels.npy", "masks": "masks.npy"}
 
 Numbers = float | tuple[float, ...]
@@ -30,28 +30,32 @@ Numbers = float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class LatentManifest:
-    """What a latent folder holds; a ValueError names the key, the value and the rule."""
+    """The keys of a latent folder's manifest.
+
+    Raises:
+        ValueError: a value is invalid. The message has the key, the value and the rule.
+    """
 
     count: int
-    shape: tuple[int, int, int]  # (C, H, W) as stored of one image; `moments` have twice the channels
+    shape: tuple[int, int, int]  # stored (C, H, W) of one image; `moments` have twice the channels
     dtype: str
     kind: str  # `samples`, or `moments`: mean, then log-variance, along the channels
-    num_classes: int  # 0: data without classes
-    encoder: str  # `identity`, a folder, or OWNER/NAME of a public autoencoder
-    encoder_hash: str | None = None  # of its weights; None: it has none, or they are not known
+    num_classes: int  # 0: no classes
+    encoder: str  # `identity`, a folder, or OWNER/NAME on the hub
+    encoder_hash: str | None = None  # hash of its weights; None: no weights, or unknown
     pixel_range: tuple[float, float] = (-1.0, 1.0)  # black and white in the encoder's pixels
-    scale: Numbers = 1.0  # the network sees (latent - shift) * scale; a number, or one for each channel
+    scale: Numbers = 1.0  # the network sees (latent - shift) * scale; a number, or one per channel
     shift: Numbers = 0.0
-    std: float | None = None  # what the network sees, as the scale promises; None promises nothing
-    hflip: bool = False  # each entry holds the image and, at index 1, its flip, encoded separately
+    std: float | None = None  # expected standard deviation of the network's input; None: unknown
+    hflip: bool = False  # each entry has the image and, at index 1, its flip, encoded separately
     resolution: int | None = None  # side of the images in pixels
     class_names: tuple[str, ...] | None = None  # in the order of the labels
-    untrained_classes: tuple[int, ...] = ()  # without an entry to train on, ascending
-    num_held_out: int = 0  # entries, always the same, that are never trained on
-    conditioning_type: str | None = None  # `mask`: bytes weight the loss; `segmentation`: all but 0 do
+    untrained_classes: tuple[int, ...] = ()  # classes without training entries, ascending
+    num_held_out: int = 0  # number of entries that are never trained on
+    conditioning_type: str | None = None  # `mask`: bytes weight the loss; `segmentation`: all but 0 weigh 1
     origin: dict[str, Any] | None = None  # how the latents were made
     block_bytes: int = BLOCK_BYTES
-    checksums: dict[str, list[str]] | None = None  # SHA-256 of each block of block_bytes, by the file's name
+    checksums: dict[str, list[str]] | None = None  # SHA-256 of each block of block_bytes, by file name
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self):
@@ -60,7 +64,7 @@ class LatentManifest:
                 raise ValueError(f"{key}={getattr(self, key)!r:.200} must be {rule}")
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield (key, True if its value is valid, the rule); each may rely on those before it."""
+        """Yield (key, True if its value is valid, rule). A rule can rely on the rules before it."""
         yield "format_version", self.format_version == FORMAT_VERSION, f"{FORMAT_VERSION}"
         yield "kind", self.kind in KINDS, f"one of {', '.join(KINDS)}"
         yield "dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"
@@ -70,9 +74,9 @@ class LatentManifest:
         is_square = is_square and math.prod(shape) <= MAX_NUMBERS
         yield "shape", is_square, f"(channels, size, size), at most {MAX_NUMBERS} numbers"
         is_even = self.kind != "moments" or shape[0] % 2 == 0
-        yield "shape", is_even, "of an even number of channels for kind=moments"
+        yield "shape", is_even, "(channels, size, size) with an even number of channels for kind=moments"
         is_part = isinstance(self.num_held_out, int) and 0 <= self.num_held_out < self.count
-        yield "num_held_out", is_part, f"in [0, {self.count - 1}], of count={self.count}"
+        yield "num_held_out", is_part, f"in [0, {self.count - 1}] for count={self.count}"
         yield "hflip", isinstance(self.hflip, bool), "true or false"
         yield "conditioning_type", self.conditioning_type in CONDITIONING_TYPES, "null, mask or segmentation"
         yield "encoder", isinstance(self.encoder, str), "a name"
@@ -80,27 +84,27 @@ class LatentManifest:
         yield "num_classes", is_bounded, f"in [0, {MAX_CLASSES}]"
         names, untrained, classes = self.class_names, self.untrained_classes, range(self.num_classes)
         is_named = names is None or (len(names) == len(classes) and all(isinstance(n, str) for n in names))
-        yield "class_names", is_named, f"num_classes={self.num_classes} texts"
+        yield "class_names", is_named, f"num_classes={self.num_classes} strings"
         numbers = all(type(label) is int and label in classes for label in untrained)
-        is_some = numbers and all(a < b for a, b in pairwise(untrained))
-        is_some = is_some and (not untrained or len(untrained) < len(classes))
-        yield "untrained_classes", is_some, f"some of {self.num_classes} classes, ascending"
+        is_subset = numbers and all(a < b for a, b in pairwise(untrained))
+        is_subset = is_subset and (not untrained or len(untrained) < len(classes))
+        yield "untrained_classes", is_subset, f"some of {self.num_classes} classes, ascending"
         for key, rule in (("scale", "a number other than 0"), ("shift", "a number")):
             value = getattr(self, key)
             numbers = value if isinstance(value, tuple) else (value,)
             is_good = all(_is_number(n) and (n or key == "shift") for n in numbers)
             is_good = is_good and len(numbers) in (1, self.in_channels)
-            yield key, is_good, f"{rule}, or one for each of {self.in_channels} channels"
+            yield key, is_good, f"{rule}, or one per channel ({self.in_channels})"
         is_pair = len(self.pixel_range) == 2 and all(map(_is_number, self.pixel_range))
         is_range = is_pair and self.pixel_range[0] != self.pixel_range[1]
-        yield "pixel_range", is_range, "two numbers: what black is, and what white is"
+        yield "pixel_range", is_range, "two different numbers: the values of black and white"
         is_std = self.std is None or (_is_number(self.std) and self.std > 0)
         yield "std", is_std, "a number greater than 0, or null"
         is_bounded = _is_count(self.block_bytes) and self.block_bytes <= MAX_BLOCK_BYTES
-        yield "block_bytes", is_bounded, f"greater than 0, and at most {MAX_BLOCK_BYTES}"
+        yield "block_bytes", is_bounded, f"greater than 0 and at most {MAX_BLOCK_BYTES}"
         files = (self.checksums or {}).items()
         are_inside = all(Path(n).name == n != ".." and isinstance(hashes, list) for n, hashes in files)
-        yield "checksums", are_inside, "lists of hashes of files in the folder itself"
+        yield "checksums", are_inside, "lists of hashes, by names of files in the folder"
 
     @property
     def in_channels(self) -> int:
@@ -108,12 +112,12 @@ class LatentManifest:
 
     @property
     def trained_classes(self) -> np.ndarray:
-        """Classes that entries to train on have, ascending."""
+        """The classes with training entries, ascending."""
         return np.setdiff1d(np.arange(self.num_classes), self.untrained_classes)
 
     @property
     def num_trained(self) -> int:
-        """Entries that are trained on."""
+        """The number of training entries."""
         return self.count - self.num_held_out
 
     @property
@@ -122,20 +126,20 @@ class LatentManifest:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape of the array of latents: (count, C, H, W), or (count, 2, C, H, W) with hflip."""
+        """The shape of latents.npy: (count, C, H, W), or (count, 2, C, H, W) with hflip."""
         return (self.count, *((2,) if self.hflip else ()), *self.shape)
 
     def arrays(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Type and shape of each array beside the manifest, by its key in FILES."""
-        found = {"latents": (self.dtype, self.stored_shape)}
+        """Return the type and shape of each array in the folder, by its key in FILES."""
+        arrays = {"latents": (self.dtype, self.stored_shape)}
         if self.num_classes:
-            found["labels"] = ("int64", (self.count,))
+            arrays["labels"] = ("int64", (self.count,))
         if self.conditioning_type:
-            found["masks"] = ("uint8", (self.count, *self.shape[1:]))
-        return found
+            arrays["masks"] = ("uint8", (self.count, *self.shape[1:]))
+        return arrays
 
     def to_latents(self, stored: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Turn stored latents (N, C', H, W) into what a network sees, (N, C, H, W) fp32; sample moments."""
+        """Convert stored latents (N, C', H, W) to the network's input (N, C, H, W) fp32; sample moments."""
         stored = stored.float()
         if self.kind == "moments":
             mean, logvar = stored.chunk(2, dim=1)
@@ -144,33 +148,33 @@ class LatentManifest:
         return self._normalise(stored)
 
     def to_means(self, stored: torch.Tensor) -> torch.Tensor:
-        """The same, with the mean of each posterior in place of a sample."""
+        """Convert stored latents to the network's input, with posterior means instead of samples."""
         stored = stored.float()
         return self._normalise(stored.chunk(2, dim=1)[0] if self.kind == "moments" else stored)
 
     def to_encoder(self, latents: torch.Tensor) -> torch.Tensor:
-        """Undo scale and shift: what the encoder's decoder takes."""
+        """Undo scale and shift: convert the network's latents to the input of the decoder."""
         return latents / _column(self.scale, latents.device) + _column(self.shift, latents.device)
 
     def check_sizes(
         self, path: str, *, input_size: int | None, in_channels: int | None, num_classes: int | None
     ) -> None:
-        """Raise a ValueError unless a run that expects these sizes (None: any) can use this."""
+        """Raise a ValueError unless the data have the sizes that a run expects (None: any)."""
         expected = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
         for key, size in expected.items():
             if size is not None and getattr(self, key) != size:
                 rule = f"must be {getattr(self, key)}, as in {path}/{FILES['manifest']}"
-                raise ValueError(f"data.{key}={size} {rule}; data=latents takes its sizes from there")
+                raise ValueError(f"data.{key}={size} {rule} (data=latents reads the sizes from it)")
 
     def std_warning(self, std: torch.Tensor) -> str | None:
-        """Warn if the standard deviation of what the network sees is far from the promised one."""
+        """Return a warning if the standard deviation of the network's input is far from the expected one."""
         if self.std is None or self.std / FAR_STD < (std := std.item()) < self.std * FAR_STD:
             return None
         factors = self.scale if isinstance(self.scale, tuple) else (self.scale,)
-        fitting = ", ".join(f"{factor * self.std / std:.4g}" for factor in factors if std) or "anew"
+        fitting = ", ".join(f"{factor * self.std / std:.4g}" for factor in factors if std) or "another value"
         return (
-            f"warning: what the network sees has a standard deviation of {std:.3g}, the manifest promises "
-            f"{self.std:g}. If these are the right latents, set scale {fitting} in manifest.json"
+            f"warning: the network's input has a standard deviation of {std:.3g}, the manifest expects "
+            f"{self.std:g}. If these are the right latents, set scale to {fitting} in manifest.json"
         )
 
     def _normalise(self, raw: torch.Tensor) -> torch.Tensor:
@@ -182,8 +186,8 @@ def read_manifest(path: str | Path) -> LatentManifest:
     file = Path(path) / FILES["manifest"]
     if not file.is_file():
         raise FileNotFoundError(
-            f"data.path={path} must be a latent folder, but {file} is not there: `python -m data.encode` "
-            "makes one of images, `python -m data.convert` of other formats (data/README.md)"
+            f"data.path={path} must be a latent folder, but {file} does not exist: make one with `python -m "
+            "data.encode` from images, or `python -m data.convert` from other formats (data/README.md)"
         )
     return manifest_from(read_json(file), str(file))
 
@@ -197,35 +201,33 @@ def manifest_from(fields: dict[str, Any], name: str) -> LatentManifest:
 
 
 def untrained_classes_of(labels: np.ndarray | None, num_classes: int) -> tuple[int, ...]:
-    """The classes without a label in `labels`, ascending."""
+    """List the classes that do not occur in `labels`, ascending."""
     if labels is None:
         return ()
     return tuple(np.flatnonzero(np.bincount(labels, minlength=num_classes) == 0).tolist())
 
 
 def first_classes(manifest: LatentManifest) -> str:
-    """The number of classes, and the first names with their numbers."""
+    """Format the number of classes, and the first classes with their names."""
     if not manifest.num_classes:
         return "none"
-    names = [f"{i} {name}" for i, name in enumerate(manifest.class_names or ())]
-    return str(manifest.num_classes) + (f": {_some(names)}" if names else ", numbers without names")
+    names = [str(i) if name == str(i) else f"{i} {name}" for i, name in enumerate(manifest.class_names or ())]
+    return str(manifest.num_classes) + (f": {_first(names)}" if names else ", without names")
 
 
 def class_warnings(manifest: LatentManifest) -> list[str]:
-    """A line for numbers that differ from the names, and one for classes without images."""
-    found, names = [], manifest.class_names or ()
+    """Warn about names that are numbers of other classes, and about classes without training images."""
+    warnings, names = [], manifest.class_names or ()
     moved = [f"class {i} is {name}" for i, name in enumerate(names) if name.isdecimal() and int(name) != i]
     if moved:
-        found.append(f"{_some(moved)}: names are sorted as text, so that 10 comes before 2 (02 does not)")
+        warnings.append(f"{_first(moved)}: names are sorted as text, 10 before 2 (02 sorts before 10)")
     if untrained := manifest.untrained_classes:
-        rule = "have no images to train on, and are never drawn when sampling"
-        found.append(
-            f"{len(untrained)} of {manifest.num_classes} classes {rule}: {_some([*map(str, untrained)])}"
-        )
-    return found
+        classes = f"{len(untrained)} of {manifest.num_classes} classes have no images to train on"
+        warnings.append(f"{classes} and are never sampled: {_first([*map(str, untrained)])}")
+    return warnings
 
 
-def _some(parts: list[str]) -> str:
+def _first(parts: list[str]) -> str:
     return ", ".join(parts[:NAMES_SHOWN]) + (", ..." if parts[NAMES_SHOWN:] else "")
 
 
@@ -239,5 +241,5 @@ def _is_count(value: Any) -> bool:
 
 @lru_cache
 def _column(value: Numbers, device: torch.device) -> float | torch.Tensor:
-    """Numbers that broadcast to (N, C, H, W); cached, since a copy to the device synchronizes."""
+    """Return numbers that broadcast to (N, C, H, W). Cached, since a copy to the device synchronizes."""
     return torch.tensor(value, device=device).view(-1, 1, 1) if isinstance(value, tuple) else value

@@ -1,7 +1,7 @@
-"""Latents of a Gaussian mixture, whose best denoiser is known: how far a network is from it can be measured.
+"""Latents of a Gaussian mixture. The optimal denoiser is known, so that networks can be compared with it.
 
-Each class has a few components, smooth random fields of one covariance, which is diagonal in the cosine
-basis: low frequencies are strong, as in images.
+Each class has a few components, which are smooth random fields. Their common covariance is diagonal in the
+cosine basis, and low frequencies are strong, as in images.
 
 Shapes: N samples, C channels, H = W, K components of a class, P = C H W cosine coefficients.
 """
@@ -15,17 +15,18 @@ from scipy.fft import dct
 from data.latents import LatentDataset
 from data.manifest import LatentManifest
 
-STD, SHARE_OF_MEANS = 0.5, 0.5  # of all latents, which is EDM's sigma_data; of the variance
-DECAY = 2.0  # of the variance with the frequency, as a power
+STD = 0.5  # of all latents: EDM's sigma_data
+SHARE_OF_MEANS = 0.5  # fraction of the variance that the components' means contribute
+DECAY = 2.0  # variances are proportional to (1 + frequency)^-DECAY
 
 
 class MixtureDataset(LatentDataset):
     """Latents drawn once from the mixture, and their posterior mean under Gaussian noise.
 
     Args:
-        means: coefficients (num_classes, K, P) of the components.
-        variances: (P,) of the coefficients of a component.
-        latents: stored latents, labels and manifest.
+        means: coefficients (num_classes, K, P) of the components' means.
+        variances: (P,), variances of a component's coefficients.
+        latents: arguments of LatentDataset: stored latents, labels and manifest.
     """
 
     def __init__(self, means: np.ndarray, variances: np.ndarray, *latents: Any):
@@ -35,7 +36,11 @@ class MixtureDataset(LatentDataset):
     def posterior_mean(
         self, x_t: torch.Tensor, alpha: torch.Tensor, sigma: torch.Tensor, class_labels: torch.Tensor
     ) -> torch.Tensor:
-        """E[x | x_t, class] (N, C, H, W) in fp64, of x_t = alpha x + sigma eps, both (N, 1, 1, 1)."""
+        """Compute E[x | x_t, class] (N, C, H, W) fp64 for x_t = alpha x + sigma eps.
+
+        Args:
+            alpha, sigma: (N, 1, 1, 1).
+        """
         basis = torch.from_numpy(_cosines(x_t.shape[-1])).to(x_t.device)
         y = (basis @ x_t.double() @ basis.T).flatten(1).unsqueeze(1)  # (N, 1, P)
         alpha, sigma = (value.double().view(-1, 1, 1) for value in (alpha, sigma))
@@ -43,9 +48,9 @@ class MixtureDataset(LatentDataset):
         variances = self.variances.to(x_t.device)
         # x_t of component k is Gaussian: mean alpha mu_k, variance alpha^2 lambda + sigma^2.
         residual, noisy = y - alpha * means, alpha**2 * variances + sigma**2
-        chances = (-0.5 * residual.square() / noisy).sum(dim=-1, keepdim=True).softmax(dim=1)  # (N, K, 1)
+        weights = (-0.5 * residual.square() / noisy).sum(dim=-1, keepdim=True).softmax(dim=1)  # (N, K, 1)
         # E[x | x_t, k] = mu_k + alpha lambda / (alpha^2 lambda + sigma^2) (x_t - alpha mu_k)
-        posterior = (chances * (means + alpha * variances / noisy * residual)).sum(dim=1)  # (N, P)
+        posterior = (weights * (means + alpha * variances / noisy * residual)).sum(dim=1)  # (N, P)
         return basis.T @ posterior.view(x_t.shape) @ basis
 
 
@@ -58,11 +63,11 @@ def mixture(
     num_held_out: int,
     seed: int,
 ) -> MixtureDataset:
-    """Draw the mixture from a seed, and latents from it, in memory.
+    """Draw a mixture, and latents from it, in memory.
 
     Args:
-        num_components: of each class, K; all are as likely.
-        num_entries: the held-out ones included.
+        num_components: K, the number of equally likely components of each class.
+        num_entries: number of latents, including the held-out ones.
     """
     rng, shape = np.random.default_rng(seed), (in_channels, input_size, input_size)
     frequency = np.add.outer(*2 * [np.arange(input_size) ** 2]) ** 0.5
@@ -89,5 +94,5 @@ def mixture(
 
 
 def _cosines(size: int) -> np.ndarray:
-    """Orthonormal cosine transform (size, size): coefficients = basis @ signal."""
+    """Return the orthonormal cosine basis (size, size): coefficients = basis @ signal."""
     return dct(np.eye(size), axis=0, norm="ortho")

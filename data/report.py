@@ -1,4 +1,4 @@
-"""Show what a latent folder holds: images of each class, spread of the latents, and a sheet of pictures.
+"""Summarize a latent folder: entries of each class, statistics of the latents, and a sheet of decoded images.
 
 python -m data.report path=latents/NAME
 python -m data.report path=latents/NAME encoder=FOLDER out=sheet.png
@@ -27,25 +27,24 @@ class ReportConfig:
     """The keys of `data.report`."""
 
     path: str
-    encoder: str | None = None  # its folder; None: the manifest's
-    out: str | None = None  # the picture; None: PATH_report.png, beside the folder
+    encoder: str | None = None  # name or folder; None: the manifest's
+    out: str | None = None  # file of the sheet; None: PATH_report.png
 
 
-def describe(dataset: LatentDataset) -> list[str]:
-    """Summarize the manifest."""
+def summarize(dataset: LatentDataset) -> list[str]:
     m = dataset.manifest
     scale = f"scale {m.scale}, shift {m.shift}"
     size = f"{m.resolution}x{m.resolution} pixels as " if m.resolution else ""
     flips = ", each with its flip" if m.hflip else ""
     return [
-        f"entries    {m.count}, of them {m.num_held_out} held out{flips}",
+        f"entries    {m.count} ({m.num_held_out} held out){flips}",
         f"latents    {size}{m.in_channels}x{m.input_size}x{m.input_size}, {m.kind} in {m.dtype}, {scale}",
-        f"encoder    {m.encoder}, weights {(m.encoder_hash or 'without a hash')[:16]}",
+        f"encoder    {m.encoder} (hash of the weights: {(m.encoder_hash or 'none')[:16]})",
     ]
 
 
 def count_classes(dataset: LatentDataset) -> list[str]:
-    """Count the entries of each class: of many classes, the largest and the smallest."""
+    """Count the entries of each class. With many classes, only the largest and the smallest are listed."""
     if dataset.labels is None:
         return ["classes    none"]
     counts = np.bincount(dataset.labels, minlength=dataset.manifest.num_classes)
@@ -58,13 +57,13 @@ def count_classes(dataset: LatentDataset) -> list[str]:
 
 
 def measure(dataset: LatentDataset) -> list[str]:
-    """Mean and standard deviation of what the network sees, beside the promised ones."""
+    """Compare mean and standard deviation of the network's input with the expected ones."""
     manifest = dataset.manifest
     means, stds, std = dataset.measure()
-    promise = "nothing is promised" if manifest.std is None else f"promised: {manifest.std:g}"
+    expected = "unknown" if manifest.std is None else f"{manifest.std:g}"
     lines = [
-        f"the network sees (measured on at most {MEASURED_ENTRIES} entries):",
-        f"    std {std:.4f} over all channels ({promise})",
+        f"input of the network (measured on at most {MEASURED_ENTRIES} entries):",
+        f"    std {std:.4f} over all channels (expected: {expected})",
     ]
     for channel, (mean, channel_std) in enumerate(zip(means.tolist(), stds.tolist(), strict=True)):
         lines.append(f"    channel {channel}: mean {mean:+.4f}, std {channel_std:.4f}")
@@ -77,12 +76,12 @@ def describe_masks(dataset: LatentDataset) -> str:
         return "masks      none"
     masks = dataset.read_masks(dataset.spread_ids(MEASURED_ENTRIES))
     empty = float((masks.flatten(1).max(dim=1).values == 0).float().mean())
-    weights = f"mean weight {masks.mean():.3f}, {empty:.1%} without any weight"
+    weights = f"mean weight {masks.mean():.3f}, {empty:.1%} are empty"
     return f"masks      {dataset.manifest.conditioning_type}, {weights}"
 
 
 def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder: str | None) -> None:
-    """Decode entries from all over the data set into one picture, each with its class and flip."""
+    """Draw decoded entries with their classes and flips, evenly spread over the data set."""
     manifest = dataset.manifest
     decode = image_decoder(manifest, encoder_for(manifest, device, encoder))
     per_entry = 2 if manifest.hflip else 1
@@ -90,11 +89,11 @@ def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder
     flipped = np.arange(len(ids)) % 2 if manifest.hflip else None
     stored, labels = dataset.read(ids, flipped)
     images = decode(manifest.to_means(stored))
-    if dataset.masks is not None:  # darken what has little weight
+    if dataset.masks is not None:  # darken positions with low weight
         weights = dataset.read_masks(ids, flipped).numpy()  # (N, h, w)
         side = images.shape[1] // weights.shape[1]
-        light = 1 - DARKENED * (1 - weights.repeat(side, axis=1).repeat(side, axis=2))
-        images = (images * light[..., None]).astype(np.uint8)
+        brightness = 1 - DARKENED * (1 - weights.repeat(side, axis=1).repeat(side, axis=2))
+        images = (images * brightness[..., None]).astype(np.uint8)
     names = [""] * len(ids) if labels is None else [_class_name(dataset, i) for i in labels.tolist()]
     captions = [f"{i}: {name}" for i, name in zip(ids, names, strict=True)]
     if manifest.hflip:
@@ -105,19 +104,19 @@ def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder
 
 def _class_name(dataset: LatentDataset, label: int) -> str:
     names = dataset.manifest.class_names
-    return f"{label} {names[label]}" if names else f"class {label}"
+    return f"{label} {names[label]}" if names and names[label] != str(label) else f"class {label}"
 
 
 @command("report", ReportConfig, __doc__)
 def main(request: ReportConfig) -> None:
-    """Print the numbers, then draw the sheet."""
+    """Print the statistics and draw the sheet."""
     path, launch = Path(request.path), start_process(tf32=False)
     file = Path(request.out or path.resolve().with_name(f"{path.resolve().name}_report.png"))
     dataset = open_latents(path)
-    lines = [f"folder     {path}", *describe(dataset), *count_classes(dataset), describe_masks(dataset)]
+    lines = [f"folder     {path}", *summarize(dataset), *count_classes(dataset), describe_masks(dataset)]
     print("\n".join([*lines, *measure(dataset)]))
     draw_sheet(dataset, file, launch.device, request.encoder)
-    print(f"picture    {file}: entries with their classes, dark where masks have low weight")
+    print(f"sheet      {file}: decoded entries and their classes, dark where masks have low weight")
 
 
 if __name__ == "__main__":

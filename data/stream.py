@@ -1,4 +1,4 @@
-"""The endless stream of training entries: a run's place in it follows from its step alone."""
+"""The endless stream of training entries. The position of a run in it depends only on the step."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -13,16 +13,16 @@ from torch.utils.data import DataLoader, Dataset
 from data.latents import LatentDataset
 
 HELD_OUT_DRAWS = 1_000_000_000
-HFLIP_DRAWS = 1_000_000_001  # no epoch
+HFLIP_DRAWS = 1_000_000_001  # larger than any epoch
 COVERAGE_ENTRIES = 1024
-TokenMask = Callable[[torch.Tensor], torch.Tensor]  # masks (N, H, W) -> the tokens (N, T) that they touch
+TokenMask = Callable[[torch.Tensor], torch.Tensor]  # masks (N, H, W) -> masked tokens (N, T) bool
 
 
 class StoredBatch(NamedTuple):
     """Input of one forward: stored entries (N, C', H, W), labels (N,), and masks (N, H, W) if used.
 
-    `num_forced` is the largest number of tokens that a mask forces to stay, over all samples of the step; 0
-    where it is not counted.
+    `num_forced` is the largest number of tokens that the mask of one sample keeps, over all samples of the
+    step, or 0 if it is not counted.
     """
 
     stored: torch.Tensor
@@ -32,7 +32,7 @@ class StoredBatch(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Entries of one micro-batch, which are flipped (None without hflip), and all entries of its step."""
+    """Entries of a micro-batch, 1 for each flipped one (None without hflip), and all entries of the step."""
 
     ids: np.ndarray
     flipped: np.ndarray | None
@@ -41,10 +41,10 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamOrder:
-    """Yield the entries of each micro-batch of one rank from `start_step` on, without end.
+    """The endless sequence of micro-batches of one rank, starting at `start_step`.
 
-    Position p of the stream is entry p mod n of permutation p // n, where permutation e is drawn from (seed,
-    e). Step s takes the batch_size positions from s * batch_size on; micro-batch m of a step belongs to rank
+    Position p of the stream is entry p mod n of permutation p // n. Permutation e is drawn from (seed, e).
+    Step s uses the batch_size positions that start at s * batch_size. Micro-batch m of a step belongs to rank
     m mod world_size. Flips are drawn from (seed, step).
     """
 
@@ -64,18 +64,18 @@ class StreamOrder:
             rng = np.random.default_rng([self.seed, step, HFLIP_DRAWS])
             flipped = rng.integers(2, size=self.batch_size) if self.hflip else None
             for micro in range(self.rank, self.batch_size // self.micro_batch_size, self.world_size):
-                here = slice(micro * self.micro_batch_size, (micro + 1) * self.micro_batch_size)
-                yield Draw(batch[here], None if flipped is None else flipped[here], batch)
+                part = slice(micro * self.micro_batch_size, (micro + 1) * self.micro_batch_size)
+                yield Draw(batch[part], None if flipped is None else flipped[part], batch)
             step += 1
 
     def batch(self, step: int) -> np.ndarray:
-        """The entries (batch_size,) after `step` steps, micro-batch by micro-batch; may straddle epochs."""
+        """Return the entries (batch_size,) of a step, by micro-batch. A batch can span several epochs."""
         positions = step * self.batch_size + np.arange(self.batch_size)
         epochs, offsets = np.divmod(positions, len(self.ids))
         entries = np.empty_like(positions)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            entries[here] = self.ids[_permutation(self.seed, int(epoch), len(self.ids))[offsets[here]]]
+            mask = epochs == epoch
+            entries[mask] = self.ids[_permutation(self.seed, int(epoch), len(self.ids))[offsets[mask]]]
         return entries
 
 
@@ -91,7 +91,7 @@ class _Reader(Dataset):
 
     def __getitem__(self, draw: Draw) -> StoredBatch:
         masks = self.dataset.read_masks(draw.ids, draw.flipped) if self.with_masks else None
-        # All ranks count over the whole step, and so agree without communication. A flip has as many.
+        # All ranks count over the whole step, so they agree without communication. Flips have equal counts.
         if self.token_mask and not np.array_equal(draw.step_ids, self.counted):
             num_forced = count_forced(self.dataset, draw.step_ids, self.token_mask)
             self.counted, self.num_forced = draw.step_ids, int(num_forced.max())
@@ -112,10 +112,10 @@ def stream(
     with_masks: bool = False,
     token_mask: TokenMask | None = None,
 ) -> DataLoader:
-    """Load the `StoredBatch`es of one rank, read ahead by `num_workers` processes.
+    """Return a loader of one rank's StoredBatches. `num_workers` processes read ahead.
 
     Args:
-        token_mask: counts the tokens that masks force to stay; None leaves them uncounted.
+        token_mask: maps masks to the tokens that they keep, to count these. None: do not count.
     """
     share = batch_size, micro_batch_size, start_step, rank, world_size
     order = StreamOrder(dataset.train_ids, seed, *share, hflip=dataset.manifest.hflip)
@@ -125,27 +125,27 @@ def stream(
 
 
 def _ignore_signals(worker: int) -> None:
-    # Schedulers and Ctrl-C signal all processes, but workers must live until the run has finished its step.
+    # Schedulers and Ctrl-C signal all processes. Workers must run until the main process finishes its step.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 
 
 def entries_by_step(dataset: LatentDataset, seed: int, batch_size: int) -> Callable[[int], list[int]]:
-    """Build the function from a step to the entries of its batch, in their order."""
+    """Return a function from a step to the entries of its batch, in order."""
     order = StreamOrder(dataset.train_ids, seed, batch_size, micro_batch_size=batch_size)
     return lambda step: order.batch(step).tolist()
 
 
 def count_forced(dataset: LatentDataset, ids: np.ndarray, token_mask: TokenMask) -> np.ndarray:
-    """Count the tokens (N,) that the masks of entries `ids` force to stay."""
+    """Count the tokens (N,) that the masks of entries `ids` keep."""
     return token_mask(dataset.read_masks(ids)).sum(dim=1).numpy()
 
 
 def mask_coverage(dataset: LatentDataset, token_mask: TokenMask, batch_size: int) -> float:
-    """Estimate the fraction of tokens that the largest mask of a batch touches, as a mean over batches."""
+    """Estimate the fraction of tokens under the largest mask of a batch, averaged over batches."""
     ids = dataset.train_ids[:: 1 + len(dataset.train_ids) // COVERAGE_ENTRIES]
-    touched = token_mask(dataset.read_masks(ids)).float().mean(dim=1).numpy()
-    return float(np.mean([part.max() for part in np.array_split(touched, -(-len(touched) // batch_size))]))
+    covered = token_mask(dataset.read_masks(ids)).float().mean(dim=1).numpy()
+    return float(np.mean([part.max() for part in np.array_split(covered, -(-len(covered) // batch_size))]))
 
 
 def held_out_batches(
@@ -156,13 +156,13 @@ def held_out_batches(
     world_size: int,
     with_masks: bool = False,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
-    """Yield (batch index, latents, labels, masks) of this rank's held-out entries, the same in every run."""
+    """Yield (batch index, latents, labels, masks) of this rank's held-out entries, equal in all runs."""
     starts = range(0, len(dataset.held_out_ids), batch_size)
     for index in range(rank, len(starts), world_size):
         ids = dataset.held_out_ids[starts[index] : starts[index] + batch_size]
         stored, labels = dataset.read(ids)
         masks = dataset.read_masks(ids).to(device) if with_masks else None
-        # Not the draws of the loss, which are seeded by the index, too.
+        # The loss is seeded by the index as well: use different draws.
         generator = torch.Generator(device).manual_seed(HELD_OUT_DRAWS + index)
         latents = dataset.manifest.to_latents(stored.to(device), generator)
         yield index, latents, None if labels is None else labels.to(device), masks

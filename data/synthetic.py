@@ -9,7 +9,7 @@ from data.manifest import LatentManifest
 def synthetic(
     input_size: int, in_channels: int, num_classes: int, num_held_out: int, num_entries: int, seed: int
 ) -> LatentDataset:
-    """Draw Gaussian latents in memory whose mean depends on their class."""
+    """Draw Gaussian latents in memory. The mean of a latent depends on its class."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, num_classes, num_entries) if num_classes else None
     stored = 0.5 * rng.standard_normal((num_entries, in_channels, input_size, input_size), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Samples of WebDataset tars, each in bounded memory."""
+"""Read samples of WebDataset tars in bounded memory."""
 
 import tarfile
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from itertools import groupby
 from pathlib import PurePath
 from typing import BinaryIO
 
-MAX_OVERHEAD_BYTES = 2**16  # of a sample beside its files: headers of the tar, padding, what is read ahead
-# What reading a damaged tar, and what is in it, may raise.
+MAX_OVERHEAD_BYTES = 2**16  # of a sample in addition to its files: headers of the tar, padding, read-ahead
+# Errors of reading a damaged tar and its files.
 DAMAGED = (ValueError, EOFError, LookupError, OverflowError, RecursionError, tarfile.TarError)
 
 
 class _Bounded:
-    """A stream of which `left` bytes may be read: tarfile reads all that headers declare."""
+    """A stream that raises after `left` bytes. tarfile itself reads as many bytes as the headers declare."""
 
     def __init__(self, stream: BinaryIO):
         self.stream, self.left = stream, MAX_OVERHEAD_BYTES
@@ -21,33 +21,37 @@ class _Bounded:
         data = self.stream.read(size)
         self.left -= len(data)
         if self.left < 0:
-            raise ValueError(f"a sample takes more than {MAX_OVERHEAD_BYTES} bytes beside its files")
+            raise ValueError(f"a sample takes more than {MAX_OVERHEAD_BYTES} bytes in addition to its files")
         return data
 
 
 def samples(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Yield the key and the contents, by suffix, of each sample of at most `max_bytes`, not compressed."""
+    """Yield (key, {suffix: content}) of each sample of an uncompressed tar.
+
+    Raises:
+        ValueError: the files of a sample have more than `max_bytes`, or the tar is damaged (see DAMAGED).
+    """
     bounded = _Bounded(stream)
     with tarfile.open(fileobj=bounded, mode="r|") as archive:
         files = (member for member in archive if not member.isdir())
         for key, members in groupby(files, key=lambda member: _key_and_suffix(member.name)[0]):
-            sample, room = {}, max_bytes
+            sample, remaining = {}, max_bytes
             for member in members:
-                if not member.isreg() or member.issparse() or member.size > room:
-                    rule = f"must be a file of at most {room}"
+                if not member.isreg() or member.issparse() or member.size > remaining:
+                    rule = f"must be a file of at most {remaining}"
                     raise ValueError(f"{member.name} declares {member.size} bytes, {rule}")
-                room, bounded.left = room - member.size, bounded.left + member.size
+                remaining, bounded.left = remaining - member.size, bounded.left + member.size
                 suffix = _key_and_suffix(member.name)[1]
                 if suffix in sample:
-                    raise ValueError(f"{member.name} occurs twice")
+                    raise ValueError(f"{member.name} is in the tar twice")
                 sample[suffix] = archive.extractfile(member).read()
-            archive.members = []  # or they pile up
+            archive.members = []  # tarfile would keep all of them
             bounded.left = MAX_OVERHEAD_BYTES
             yield key, sample
 
 
 def _key_and_suffix(name: str) -> tuple[str, str]:
-    """`a/0.latent.npy` is `latent.npy` of the sample `a/0`."""
+    """Split `a/0.latent.npy` into the key `a/0` and the suffix `latent.npy`."""
     path = PurePath(name)
     stem, _, suffix = path.name.partition(".")
     return str(path.parent / stem), suffix

@@ -28,7 +28,7 @@ class VerifyConfig:
 def damages(path: Path, manifest: LatentManifest) -> Iterator[str | None]:
     """Yield None for each intact block, and a description of each damaged one."""
     if manifest.checksums is None:
-        raise ValueError(f"{path} was written without checksums: it cannot be checked")
+        raise ValueError(f"{path} has no checksums in its manifest: it cannot be checked")
     checksums = manifest.checksums.items()
     blocks = [(name, i, digests) for name, digests in checksums for i in range(len(digests))]
     with ThreadPoolExecutor(cpu_count()) as pool:
@@ -38,28 +38,28 @@ def damages(path: Path, manifest: LatentManifest) -> Iterator[str | None]:
 def _damage(path: Path, manifest: LatentManifest, name: str, block: int, digests: list[str]) -> str | None:
     file, start = path / name, block * manifest.block_bytes
     end = start + manifest.block_bytes
-    try:  # the last block and all that follows: nothing may
-        found = hash_block(file, start, sys.maxsize if block == len(digests) - 1 else manifest.block_bytes)
+    try:  # hash the last block to the end of the file: nothing may follow it
+        digest = hash_block(file, start, sys.maxsize if block == len(digests) - 1 else manifest.block_bytes)
     except OSError as error:
         return f"{file}: block {block} cannot be read: {error.strerror}"
-    if found == digests[block]:
+    if digest == digests[block]:
         return None
     return f"{file}: block {block} (bytes {start} to {end}) is damaged"
 
 
 @command("verify", VerifyConfig, __doc__)
 def main(request: VerifyConfig) -> None:
-    """Check a folder and print what is damaged."""
+    """Check a folder and print the damaged blocks."""
     path = Path(request.path)
-    manifest, found = read_manifest(path), []
+    manifest, num_damaged = read_manifest(path), 0
     total = sum(len(digests) for digests in (manifest.checksums or {}).values())
     for damage in tqdm(damages(path, manifest), total=total, desc="verify", unit="block"):
         if damage:
-            found.append(damage)
+            num_damaged += 1
             tqdm.write(damage)
-    if found:
-        what = f"{len(found)} of {total} blocks are damaged"
-        raise ValueError(f"{path}: {what}: restore them from a copy, or make the folder again")
+    if num_damaged:
+        blocks = f"{num_damaged} of {total} blocks are damaged"
+        raise ValueError(f"{path}: {blocks}: restore the files from a copy, or make the folder again")
     if unknown := {file.name for file in path.glob("*.npy")} - manifest.checksums.keys():
         raise ValueError(f"{path / min(unknown)} has no checksums in the manifest: it cannot be checked")
     open_latents(path)

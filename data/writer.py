@@ -1,4 +1,4 @@
-"""Write latent folders, which appear when they are complete, with a checksum of every block."""
+"""Write latent folders with checksums of all blocks. A folder appears only when it is complete."""
 
 import hashlib
 import shutil
@@ -16,21 +16,21 @@ from runtime.lock import Lock
 
 _CHUNK = 2**22
 NEXT_STEPS = """\
-Look at it: python -m data.report path={out}
+Check it: python -m data.report path={out}
 Train on it: python train.py model=tread data=latents data.path={out}"""
 
 
 class LatentWriter:
-    """Write a latent folder beside `path` and move it there when it is complete.
+    """Write a latent folder next to `path`, and move it to `path` when it is complete.
 
-    Use as a context manager and call `append` until `manifest.count` entries are written. The checksums of
-    the manifest are filled in.
+    Use it as a context manager, and call `append` until `manifest.count` entries are written. The writer adds
+    the checksums to the manifest.
 
     Raises:
-        Busy: another process is writing it.
-        FileExistsError: there is something at `path` already.
-        ValueError: entries that do not fit the manifest, or another count.
-        OSError: the disk is full; the file is named, and nothing is left behind.
+        Busy: another process is writing the folder.
+        FileExistsError: `path` already exists.
+        ValueError: entries or their number contradict the manifest.
+        OSError: the disk is full. The message names the file, and the partial folder is removed.
     """
 
     def __init__(self, path: str | Path, manifest: LatentManifest):
@@ -42,29 +42,29 @@ class LatentWriter:
             stack.enter_context(lock_of(self.path))
             check_out(self.path)
             self.partial = self.path.with_name(f".{self.path.name}.partial")
-            shutil.rmtree(self.partial, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(self.partial, ignore_errors=True)  # of a killed process
             self.partial.mkdir()
             stack.callback(shutil.rmtree, self.partial, ignore_errors=True)
             for key, (dtype, shape) in self.manifest.arrays().items():
-                # Without a buffer a full disk shows in `write`, not in `close`.
+                # Without a buffer, `write` raises on a full disk, not `close`.
                 self.files[key] = stack.enter_context((self.partial / FILES[key]).open("wb", buffering=0))
                 header, descr = BytesIO(), np.lib.format.dtype_to_descr(np.dtype(dtype))
-                about = {"descr": descr, "fortran_order": False, "shape": shape}
-                np.lib.format.write_array_header_1_0(header, about)
+                fields = {"descr": descr, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(header, fields)
                 _write(self.files[key], header.getbuffer())
             self._opened = stack.pop_all()
         return self
 
     def append(self, stored: np.ndarray, labels: np.ndarray | None, masks: np.ndarray | None = None) -> None:
-        """Add entries (N, C', H, W), with hflip (N, 2, C', H, W), labels (N,), masks (N, H, W)."""
+        """Append latents (N, C', H, W), or (N, 2, C', H, W) with hflip, labels (N,) and masks (N, H, W)."""
         manifest, end = self.manifest, self.num_written + len(stored)
-        what = f"{self.path}: entries {self.num_written}..{end - 1}"
+        entries = f"{self.path}: entries {self.num_written}..{end - 1}"
         if end > manifest.count:
-            raise ValueError(f"{what} are more than count={manifest.count}")
+            raise ValueError(f"{entries} are more than count={manifest.count}")
         with np.errstate(over="ignore"):
             given = {"latents": stored.astype(manifest.dtype)}
         if not np.isfinite(given["latents"]).all():
-            raise ValueError(f"{what} are not finite in {manifest.dtype}")
+            raise ValueError(f"{entries} are not finite in {manifest.dtype}")
         if manifest.num_classes and labels is not None:
             check_labels(labels, manifest.num_classes, self.path, first=self.num_written)
             given["labels"] = labels.astype(np.int64)
@@ -72,9 +72,9 @@ class LatentWriter:
             given["masks"] = masks
         arrays = manifest.arrays().items()
         expected = [f"{key} {dtype} {(len(stored), *shape[1:])}" for key, (dtype, shape) in arrays]
-        found = [f"{key} {array.dtype} {array.shape}" for key, array in given.items()]
-        if found != expected:
-            raise ValueError(f"{what} are {', '.join(found)}, must be {', '.join(expected)}")
+        actual = [f"{key} {array.dtype} {array.shape}" for key, array in given.items()]
+        if actual != expected:
+            raise ValueError(f"{entries} are {', '.join(actual)}, must be {', '.join(expected)}")
         for key, array in given.items():
             if array.size:
                 _write(self.files[key], memoryview(np.ascontiguousarray(array)).cast("B"))
@@ -85,7 +85,7 @@ class LatentWriter:
             if error_type is not None:
                 return
             if self.num_written != (count := self.manifest.count):
-                raise ValueError(f"{self.path}: {self.num_written} entries written, of count={count}")
+                raise ValueError(f"{self.path}: {self.num_written} entries written, must be count={count}")
             checksums, size = {}, self.manifest.block_bytes
             for name in (FILES[key] for key in self.files):
                 file = self.partial / name
@@ -98,18 +98,18 @@ class LatentWriter:
 
 
 def check_out(out: str | Path) -> None:
-    """Raise a FileExistsError where `out` exists."""
+    """Raise a FileExistsError if `out` exists."""
     if Path(out).exists():
-        raise FileExistsError(f"out={out} exists: move it away, or choose another name")
+        raise FileExistsError(f"out={out} already exists: move it away, or choose another name")
 
 
 def lock_of(path: Path) -> Lock:
-    """The lock that a process must hold to write `path`."""
+    """Return the lock that a process must hold to write `path`."""
     return Lock(path.with_name(f".{path.name}.lock"), f"out={path}")
 
 
 def hash_block(file: Path, start: int, num_bytes: int) -> str:
-    """SHA-256 of at most `num_bytes` of a file."""
+    """Hash at most `num_bytes` of a file from byte `start` on, with SHA-256."""
     digest = hashlib.sha256()
     with file.open("rb") as f:
         f.seek(start)
@@ -123,5 +123,5 @@ def _write(file: FileIO, data: memoryview) -> None:
     try:
         while data:
             data = data[file.write(data) :]
-    except OSError as error:  # which does not say which file
+    except OSError as error:  # it does not name the file
         raise OSError(error.errno, error.strerror, str(file.name)) from error

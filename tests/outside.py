@@ -359,7 +359,7 @@ OTHERS = [
     ("samples: an archive", read_images, lambda: inflated("a.npz", "arr_0.npy", declared((HUGE, 1, 1, 1))),
      "declares .* bytes, more than the .* that are there can be"),
     ("samples: a size", read_images,
-     lambda: npz(arr_0=declared((1, 10**6, 10**6, 3))), "an image has at most .* pixels"),
+     lambda: npz(arr_0=declared((1, 10**6, 10**6, 3))), "at most .* pixels per image"),
     ("manifest: count", read_latents, lambda: latents_of(count=HUGE), "."),
     ("manifest: scale", read_latents, lambda: latents_of(scale=10**400), "."),
     ("manifest: classes", read_latents, lambda: latents_of(num_classes=HUGE), "num_classes=.* must be in"),
@@ -389,7 +389,7 @@ OTHERS = [
     ("images: a size in a zip", partial(read_images, resolution=8),
      lambda: inflated("a.zip", "a.webp", b"RIFF" + b"\0" * 2**20), "must have at most .*"),
     *((f"checksums: {name}", read_manifest, lambda name=name: latents_of(checksums={name: ["0" * 64]}),
-       r"manifest\.json is not a latent manifest: checksums=.* the folder itself")
+       r"manifest\.json is not a latent manifest: checksums=.* files in the folder")
       for name in ("../secret", "/etc/hostname", "a/../../secret", "..")),
 ]  # fmt: skip
 

@@ -1,6 +1,4 @@
-"""From photographs to pictures: encode, train on the moments, sample; as a user would, with a small
-autoencoder.
-"""
+"""From photographs to samples with a small autoencoder: encode, train on the moments, sample."""
 
 import json
 import shutil
@@ -44,7 +42,7 @@ def folder(tmp_path_factory):
     write_photographs(folder / "photos")
     options = (f"source={folder / 'photos'}", f"out={folder / 'latents'}", f"encoder={vae}")
     encode.main(composed(*options, "resolution=32", "num_held_out=2", config_name="encode"))
-    # The average is neither what it began with nor the last step.
+    # A large step: the average differs from the initial and the last weights.
     far = ("optimizer.lr=0.01", "ema.decay=0.5")
     tiny_run(folder / "run", *DENSE, f"data.path={folder / 'latents'}", "train.eval_every=6", *far)
     return folder
@@ -59,11 +57,12 @@ def draw(folder, *overrides):
         return arrays["arr_0"], json.loads(output.with_suffix(".json").read_text())
 
 
-@pytest.mark.parametrize(("decoding", "asked"), [("rounded", False), ("official", False), ("official", True)])
-def test_what_is_sampled_is_what_the_network_gives_decoded(folder, tmp_path, decoding, asked):
-    """The whole way by hand: the averaged weights, scale out of the latents, through the decoder, the one
-    rounding rule; or all as public TREAD."""
-    if asked:
+@pytest.mark.parametrize(
+    ("decoding", "by_key"), [("rounded", False), ("official", False), ("official", True)]
+)
+def test_samples_are_the_decoded_output_of_the_network(folder, tmp_path, decoding, by_key):
+    """Repeat all steps by hand: averaged weights, unscaled latents, decoder and rounding."""
+    if by_key:
         images, record = draw(folder, f"decoding={decoding}", "first_seed=3")
     else:
         shutil.copytree(folder / "run", tmp_path / "run")
@@ -86,7 +85,7 @@ def test_what_is_sampled_is_what_the_network_gives_decoded(folder, tmp_path, dec
             parameter.data = parameter.data.bfloat16().float()
     with torch.no_grad(), torch.autocast("cpu", torch.float16, enabled=official):
         pixels = net.decode(latents / 0.9).sample.float()
-    if official:  # [0, 1], times 255, cut off
+    if official:  # [0, 1], times 255, truncated
         expected = (255 * ((pixels + 1) / 2).clamp(0, 1)).byte().permute(0, 2, 3, 1).numpy()
     else:
         expected = (127.5 * pixels + 128).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
@@ -99,22 +98,24 @@ def test_another_autoencoder_is_refused_and_a_moved_one_found(folder, tmp_path):
     moved = shutil.copytree(folder / "vae", tmp_path / "moved")
     other = write_autoencoder(tmp_path / "other", seed=1)
     images, record = draw(folder)
-    own = read_manifest(folder / "latents").encoder_hash
-    assert record["encoder"] == {"name": str(folder / "vae"), "weights_hash": own}
+    weights_hash = read_manifest(folder / "latents").encoder_hash
+    assert record["encoder"] == {"name": str(folder / "vae"), "weights_hash": weights_hash}
     again, record = draw(folder, f"encoder={moved}")
     assert np.array_equal(again, images)
     assert record["encoder"]["name"] == str(moved)
-    with pytest.raises(UserError, match=r"other has weights .* must be the same .*allow_other_encoder=true"):
+    with pytest.raises(
+        UserError, match=r"other has weights .*: use the same encoder, or set allow_other_encoder=true"
+    ):
         draw(folder, f"encoder={other}")
     forced, record = draw(folder, f"encoder={other}", "allow_other_encoder=true")
     assert not np.array_equal(forced, images)
-    assert record["encoder"]["weights_hash"] != own
+    assert record["encoder"]["weights_hash"] != weights_hash
 
 
 def test_training_draws_grids_and_resumes_bitwise_on_moments_and_flips(folder, tmp_path, capsys):
     options = (*DENSE, f"data.path={folder / 'latents'}", "train.sample_every=3", "train.eval_every=3")
     tiny_run(tmp_path / "whole", *options)
-    assert "warning: what the network sees" not in capsys.readouterr().out
+    assert "warning: the network's input" not in capsys.readouterr().out
     tiny_run(tmp_path / "parts", *options, "train.total_steps=3")
     moved = shutil.copytree(folder / "vae", tmp_path / "moved")
     tiny_run(tmp_path / "parts", *options, f"data.encoder={moved}")
@@ -125,8 +126,8 @@ def test_training_draws_grids_and_resumes_bitwise_on_moments_and_flips(folder, t
     assert list((tmp_path / "whole" / "samples").glob("*.png"))
 
 
-def test_a_class_without_images_is_said_and_never_drawn(tmp_path, capsys):
-    """Of the classes 1, 10, 2 and 3 all images of 10 are corrupt."""
+def test_a_class_without_images_is_printed_and_never_drawn(tmp_path, capsys):
+    """Train on the classes 1, 10, 2 and 3, where all images of 10 are corrupt."""
     for i, name in enumerate(("1", "10", "2", "3") * 3):
         (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
         file = tmp_path / "images" / name / f"{i}.png"
@@ -136,10 +137,10 @@ def test_a_class_without_images_is_said_and_never_drawn(tmp_path, capsys):
     options += ("resolution=8", "skip_corrupt=true", "num_held_out=0")
     encode.main(composed(*options, config_name="encode"))
     printed = capsys.readouterr().out
-    assert "classes: 4: 0 1, 1 10, 2 2, 3 3" in printed
+    assert "classes: 4: 0 1, 1 10, 2, 3\n" in printed
     tiny_run(tmp_path / "run", *DENSE, f"data.path={tmp_path / 'latents'}", "train.sample_every=6")
     printed = capsys.readouterr().out
-    assert "classes    4: 0 1, 1 10, 2 2, 3 3" in printed
+    assert "classes    4: 0 1, 1 10, 2, 3\n" in printed
     assert "warning: 1 of 4 classes have no images to train on" in printed
     for labels in ("random", "balanced"):
         output = tmp_path / f"{labels}.npz"
@@ -160,10 +161,10 @@ def test_a_wrong_scale_is_a_warning_at_step_0_and_only_there(folder, tmp_path, c
     options = (*DENSE, f"data.path={tmp_path / 'latents'}")
     tiny_run(tmp_path / "run", *options, "train.total_steps=2")
     out = capsys.readouterr().out
-    assert out.count("warning: what the network sees has a standard deviation of 0.") == 1
-    assert "the manifest promises 1. If these are the right latents, set scale 0." in out
+    assert out.count("warning: the network's input has a standard deviation of 0.") == 1
+    assert "the manifest expects 1. If these are the right latents, set scale to 0." in out
     tiny_run(tmp_path / "run", *options)
-    assert "warning: what the network sees" not in capsys.readouterr().out
+    assert "warning: the network's input" not in capsys.readouterr().out
 
 
 def test_training_needs_no_autoencoder_unless_it_draws(folder, tmp_path):

@@ -85,7 +85,7 @@ def test_names_of_members_lead_nowhere(name):
     if name.startswith("/"):
         assert all((entry == 0).all() for entry in outside.repa(archive))
     else:
-        with pytest.raises(ValueError, match=r"a\.zip holds \.\./.*, a place outside of it"):
+        with pytest.raises(ValueError, match=r"a\.zip has \.\./.*, a path outside of it"):
             outside.repa(archive)
     assert {path.name for path in Path().iterdir()} == {"secret.npy", "a.zip", "w.tar"}
 

@@ -42,14 +42,14 @@ def small_parts(monkeypatch):
 
 @pytest.fixture
 def written(monkeypatch):
-    """The numbers of the parts that are written, in their order."""
+    """The numbers of the parts in the order in which they are written."""
     numbers, write = [], PartCache.write
 
-    def watched(folder, number, part):
+    def record_number(folder, number, part):
         write(folder, number, part)
         numbers.append(number)
 
-    monkeypatch.setattr(PartCache, "write", watched)
+    monkeypatch.setattr(PartCache, "write", record_number)
     return numbers
 
 
@@ -67,7 +67,7 @@ def start(source, out, vae, **how):
 
 
 def refused(out, source, vae, *overrides):
-    """The text of corrupt.txt after a run that refuses one image."""
+    """Encode with one corrupt image and return corrupt.txt."""
     with pytest.raises(UserError, match=r"1 of .* images are corrupt"):
         run(source, out, vae, *overrides)
     return Path(f"{out}.partial/corrupt.txt").read_text()
@@ -78,7 +78,7 @@ def files(folder):
 
 
 def by_hand(vae, folder, name):
-    """Moments of a photograph and of its flip, from the libraries alone."""
+    """Compute the moments of a photograph and its flip without data.encode."""
     image = torch.from_numpy(np.asarray(centre_crop(Image.open(folder / name).convert("RGB"), 32)))
     pixels = image.permute(2, 0, 1)[None].float() / 127.5 - 1
     net = KLEncoder(vae, CPU).net
@@ -105,17 +105,17 @@ def test_photographs_become_moments_of_both_flips(tmp_path, photos, vae, small_p
 
 
 def test_latents_are_made_without_tf32(tmp_path, photos, vae, monkeypatch):
-    """Also in a process that has trained: everything that is trained on them rests on them."""
-    found, plain = [], KLEncoder.encode
+    """Also in a process that has trained before."""
+    settings, encode_images = [], KLEncoder.encode
 
-    def watched(self, images):
-        found.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
-        return plain(self, images)
+    def record_settings(self, images):
+        settings.append((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+        return encode_images(self, images)
 
     start_process()
-    monkeypatch.setattr(KLEncoder, "encode", watched)
+    monkeypatch.setattr(KLEncoder, "encode", record_settings)
     run(photos, tmp_path / "out", vae, "hflip=false")
-    assert set(found) == {(False, False)}
+    assert set(settings) == {(False, False)}
 
 
 def test_without_flips_there_are_none_and_one_in_a_hundred_is_held_out(tmp_path, photos, vae):
@@ -144,7 +144,7 @@ def test_a_stopped_job_resumes_and_ends_the_same(tmp_path, photos, vae, small_pa
     assert not (tmp_path / "out").exists()
     assert written == [0]
     run(photos, tmp_path / "out", vae)
-    assert sorted(written) == [0, 1, 2], "what was done is not done again"
+    assert sorted(written) == [0, 1, 2], "finished parts are not encoded again"
     assert files(tmp_path / "out") == files(tmp_path / "whole")
     assert not (tmp_path / "out.partial").exists()
 
@@ -175,10 +175,10 @@ def test_a_job_is_not_resumed_with_other_settings(tmp_path, vae, small_parts, mo
 
 
 def spoil(folder):
-    """Damage two of ten photographs in different ways and return their names."""
+    """Damage two of ten photographs in different ways. Return the original bytes of the first."""
     whole = (folder / "china" / "001.jpg").read_bytes()
     (folder / "china" / "001.jpg").write_bytes(whole[: len(whole) // 2])
-    (folder / "flower" / "002.png").write_text("this is no image")
+    (folder / "flower" / "002.png").write_text("not an image")
     return whole
 
 
@@ -199,9 +199,9 @@ def test_corrupt_images_are_listed_and_can_be_left_out_or_fixed(tmp_path, vae, s
     good = [i for i in range(10) if i not in (1, 7)]
     assert left.labels.tolist() == perfect.labels[good].tolist() == [0] * 4 + [1] * 4
     np.testing.assert_allclose(left.stored, perfect.stored[good], rtol=2e-3, atol=1e-3)
-    told = left.manifest.origin["left_out"]
-    assert [line.partition(": ")[0] for line in told] == ["china/001.jpg", "flower/002.png"]
-    assert "cannot identify image" in told[1]
+    left_out = left.manifest.origin["left_out"]
+    assert [line.partition(": ")[0] for line in left_out] == ["china/001.jpg", "flower/002.png"]
+    assert "cannot identify image" in left_out[1]
     (folder / "china" / "001.jpg").write_bytes(whole)
     Image.fromarray(photographs()["flower"][:40, :40]).save(folder / "flower" / "002.png")
     written.clear()
@@ -212,7 +212,7 @@ def test_corrupt_images_are_listed_and_can_be_left_out_or_fixed(tmp_path, vae, s
 def test_parts_and_sources_of_corrupt_images_only(tmp_path, vae, small_parts):
     folder = tmp_path / "photos"
     names = write_photographs(folder)
-    # And of the next part the only image of its class: the labels that follow stay with their images.
+    # All images of the first part, and the first of the second: later labels stay with their images.
     for name in names[:5]:
         (folder / name).write_bytes(b"")
     assert run(folder, tmp_path / "out", vae, "skip_corrupt=true").labels.tolist() == [1] * 5
@@ -235,7 +235,7 @@ def test_modes_of_images_are_converted_and_16_bits_refused(tmp_path, vae):
 
 
 def write_masks(folder, photos, mode="L"):
-    """Grey masks of random blocks, of the size of each photograph."""
+    """Write a random grey mask for each photograph."""
     rng = np.random.default_rng(0)
     for file in sorted(photos.rglob("*.*")):
         width, height = Image.open(file).size
@@ -268,11 +268,13 @@ def test_masks_are_cropped_and_pooled_like_their_images(
 
 @pytest.mark.parametrize("suffix", ["jpg", "tiff"])
 def test_images_and_masks_are_encoded_as_viewers_show_them(tmp_path, suffix):
-    """A mask that was painted on the displayed picture lies on its object, in any mix of formats."""
+    """A mask painted on the displayed picture matches the image, in all combinations of formats."""
     shown = np.zeros((48, 32, 3), np.uint8)
-    shown[12:18, 6:12] = 255  # near the top left, inside of the crop
+    shown[12:18, 6:12] = 255  # near the top left, inside the crop
     exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6  # the camera was held upright: stored on its left side
+    exif[ExifTags.Base.Orientation] = (
+        6  # the camera was held upright: the picture is stored lying on its left side
+    )
     for folder in ("images", "masks"):
         (tmp_path / folder).mkdir()
     Image.fromarray(np.rot90(shown).copy()).save(tmp_path / f"images/0.{suffix}", exif=exif)
@@ -285,9 +287,9 @@ def test_images_and_masks_are_encoded_as_viewers_show_them(tmp_path, suffix):
         expected = np.asarray(centre_crop(mask, 32))
         assert np.abs(dataset.masks[0].astype(int) - expected).max() <= 1
         assert np.abs((dataset.stored[0, 1] + 1) * 127.5 - expected).mean() < 3
-    stored.save(tmp_path / "masks/0.png")  # painted on what is stored
+    stored.save(tmp_path / "masks/0.png")  # painted on the stored picture
     corrupt = refused(tmp_path / "more", tmp_path / "images", "identity", f"masks={tmp_path / 'masks'}")
-    message = f"0.{suffix}: its mask: it is (48, 32), the image is (32, 48), as they are shown"
+    message = f"0.{suffix}: mask: size (48, 32) must be the image's (32, 48)"
     assert message in corrupt
 
 
@@ -298,8 +300,8 @@ def test_wrong_requests_are_one_line_and_write_nothing(tmp_path, photos, vae):
 
 
 @pytest.mark.slow
-def test_two_processes_and_one_that_was_killed_end_like_one(tmp_path, vae):
-    """By SIGKILL as soon as a part is there, continued by another number of processes."""
+def test_two_processes_and_a_resumed_job_write_the_same_files(tmp_path, vae):
+    """Kill two processes after the first part, and resume with one."""
     photos = tmp_path / "photos"
     write_photographs(photos, per_class=320)
     assert start(photos, tmp_path / "one", vae).returncode == 0
@@ -313,18 +315,18 @@ def test_two_processes_and_one_that_was_killed_end_like_one(tmp_path, vae):
     while not list(partial.glob("*.npz")):
         assert process.poll() is None, "it finished before it could be killed"
         time.sleep(0.01)
-    # The launcher's end does not end its processes at once.
-    everyone = [process, *process.children(recursive=True)]
-    for each in everyone:
-        each.kill()
-    psutil.wait_procs(everyone)
+    # The launcher's processes outlive it for a moment.
+    processes = [process, *process.children(recursive=True)]
+    for child in processes:
+        child.kill()
+    psutil.wait_procs(processes)
     assert not (tmp_path / "out").exists()
     assert start(photos, tmp_path / "out", vae).returncode == 0
     assert files(tmp_path / "out") == files(tmp_path / "one")
 
 
-def test_a_source_that_is_gone_is_not_corrupt_images(tmp_path, vae, small_parts, monkeypatch):
-    """A disk that is unmounted half-way must not leave half of the images out."""
+def test_a_missing_source_is_not_reported_as_corrupt_images(tmp_path, vae, small_parts, monkeypatch):
+    """Unmounting a disk half-way must not leave out half of the images."""
     write_photographs(tmp_path / "photos")
     write = PartCache.write
 
@@ -343,12 +345,12 @@ def test_a_source_that_is_gone_is_not_corrupt_images(tmp_path, vae, small_parts,
     assert run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true").manifest.count == 10
 
 
-def test_a_kill_while_parts_are_joined_costs_nothing(
+def test_a_kill_while_parts_are_joined_loses_no_parts(
     tmp_path, photos, vae, small_parts, written, monkeypatch
 ):
     run(photos, tmp_path / "whole", vae)
     with monkeypatch.context() as patch:
-        # Killed outright: nothing is cleaned up.
+        # A killed process does not clean up.
         patch.setattr("data.writer.shutil.rmtree", lambda *_, **__: None)
         patch.setattr(LatentWriter, "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -369,8 +371,8 @@ def test_a_second_encoder_names_the_first_and_exits(tmp_path, photos, vae):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_there_is_not_overwritten(tmp_path, photos, vae, monkeypatch):
-    """Neither what is there at first, nor what appears before the lock is taken."""
+def test_an_existing_folder_is_not_overwritten(tmp_path, photos, vae, monkeypatch):
+    """Neither a folder from before, nor one that appears before the lock is acquired."""
     acquire = encode.Lock.acquire
 
     def late(lock):
@@ -380,19 +382,19 @@ def test_what_is_there_is_not_overwritten(tmp_path, photos, vae, monkeypatch):
 
     monkeypatch.setattr(encode.Lock, "acquire", late)
     for hflip in ("true", "false"):
-        with pytest.raises(UserError, match=r"out=.*out exists: move it away, or choose another"):
+        with pytest.raises(UserError, match=r"out=.*out already exists: move it away, or choose another"):
             run(photos, tmp_path / "out", vae, f"hflip={hflip}")
     assert open_latents(tmp_path / "out").manifest.hflip
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_path_has_one_name(tmp_path, photos, vae, small_parts, monkeypatch):
+def test_relative_and_absolute_paths_are_equal(tmp_path, photos, vae, small_parts, monkeypatch):
     stopped(tmp_path, photos, vae, monkeypatch)
     monkeypatch.chdir(photos.parent)
     assert run(f"{photos.name}/", tmp_path / "out", vae).manifest.encoder == vae
     monkeypatch.chdir(Path(vae).parent)
     assert run(photos, tmp_path / "again", "vae").manifest.encoder == vae, (
-        "a name that holds wherever one stands"
+        "the path of the encoder is absolute"
     )
 
 
@@ -406,5 +408,5 @@ def test_undecodable_names_and_lines_of_pixels_are_handled(tmp_path, vae):
     dataset = run(folder, tmp_path / "out", vae, "skip_corrupt=true")
     assert dataset.manifest.count == 1
     line, undecodable = dataset.manifest.origin["left_out"]
-    assert line == "line.png: its size is (4000, 1): one side must be at most 50 times the other"
+    assert line == "line.png: image size (4000, 1): one side must be at most 50 times the other"
     assert undecodable.startswith(r"\udcfe.png: cannot identify image")

@@ -23,21 +23,21 @@ def folder(tmp_path_factory):
     return write_autoencoder(tmp_path_factory.mktemp("encoders") / "vae")
 
 
-def own(folder):
+def load_with_diffusers(folder):
     from diffusers import AutoencoderKL
 
     return AutoencoderKL.from_pretrained(folder).eval()
 
 
-def manifest(encoder, **changes):
+def manifest_of(encoder, **changes):
     fields = {"encoder_hash": encoder.weights_hash, "scale": encoder.scale, "shift": encoder.shift, **changes}
     return LatentManifest(6, (8, 16, 16), "float16", "moments", 0, encoder.name, **fields)
 
 
-def test_moments_are_those_that_diffusers_gives(folder):
+def test_moments_match_diffusers(folder):
     encoder = KLEncoder(folder, CPU)
     with torch.no_grad():
-        posterior = own(folder).encode(IMAGES.float() / 127.5 - 1).latent_dist
+        posterior = load_with_diffusers(folder).encode(IMAGES.float() / 127.5 - 1).latent_dist
     torch.testing.assert_close(encoder.encode(IMAGES), torch.cat([posterior.mean, posterior.logvar], dim=1))
     assert (encoder.kind, encoder.factor) == ("moments", 2)
     assert (encoder.scale, encoder.shift, encoder.std) == (1.1, 0.0, 1.0)
@@ -48,33 +48,33 @@ def test_moments_are_those_that_diffusers_gives(folder):
 MEANS, STDS = [0.5, -0.2, 0.0, 0.1], [2.0, 4.0, 1.0, 0.5]
 
 
-def test_means_and_deviations_of_channels_are_those_of_the_configuration(tmp_path):
-    """As the pipelines of diffusers take them: (z - latents_mean) * scaling_factor / latents_std."""
+def test_scale_and_shift_of_channels_come_from_the_configuration(tmp_path):
+    """As in diffusers' pipelines: (z - latents_mean) * scaling_factor / latents_std."""
     changes = {"scaling_factor": 0.18215, "shift_factor": 0.25}
     encoder = KLEncoder(write_autoencoder(tmp_path / "one", **changes), CPU)
     assert (encoder.scale, encoder.shift, encoder.std) == (0.18215, 0.25, 1.0)
     changes = {"scaling_factor": 0.5, "latents_mean": MEANS, "latents_std": STDS}
     encoder = KLEncoder(write_autoencoder(tmp_path / "vae", **changes), CPU)
     assert (encoder.scale, encoder.shift, encoder.std) == ((0.25, 0.125, 0.5, 1.0), tuple(MEANS), 0.5)
-    about, stored = manifest(encoder, std=encoder.std), encoder.encode(IMAGES)
+    manifest, stored = manifest_of(encoder, std=encoder.std), encoder.encode(IMAGES)
     column = (torch.tensor(values)[:, None, None] for values in (MEANS, STDS))
     seen = (stored[:, :4] - next(column)) * 0.5 / next(column)
-    torch.testing.assert_close(about.to_means(stored), seen)
-    torch.testing.assert_close(about.to_encoder(seen), stored[:, :4])
+    torch.testing.assert_close(manifest.to_means(stored), seen)
+    torch.testing.assert_close(manifest.to_encoder(seen), stored[:, :4])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"latents_mean": MEANS}, "in both of latents_mean and latents_std"),
+        ({"latents_mean": MEANS}, "in both latents_mean and latents_std"),
         ({"latents_mean": MEANS, "latents_std": STDS, "shift_factor": 0.1}, "and shift_factor=0.1"),
-        ({"shift_factor": 0.1, "scaling_factor": None}, "has a shift, but not the scaling_factor"),
-        ({"latents_mean": MEANS, "latents_std": STDS, "scaling_factor": None}, "has a shift, but not"),
-        ({"latents_mean": MEANS, "latents_std": [0.0] * 4}, "must have numbers"),
-        ({"latents_mean": 0.5, "latents_std": 1.0}, "must have numbers"),
+        ({"shift_factor": 0.1, "scaling_factor": None}, "has a shift but no scaling_factor"),
+        ({"latents_mean": MEANS, "latents_std": STDS, "scaling_factor": None}, "has a shift but no"),
+        ({"latents_mean": MEANS, "latents_std": [0.0] * 4}, "must have lists of numbers"),
+        ({"latents_mean": 0.5, "latents_std": 1.0}, "must have lists of numbers"),
     ],
 )
-def test_a_configuration_that_scales_by_halves_is_refused(folder, tmp_path, changes, message):
+def test_an_incomplete_scale_is_refused(folder, tmp_path, changes, message):
     shutil.copytree(folder, tmp_path / "vae")
     config = json.loads((tmp_path / "vae" / "config.json").read_text()) | changes
     kept = {key: value for key, value in config.items() if changes.get(key, 0) is not None}  # None: absent
@@ -84,7 +84,7 @@ def test_a_configuration_that_scales_by_halves_is_refused(folder, tmp_path, chan
 
 
 @pytest.mark.parametrize("way", ["encode", "decode"])
-def test_work_is_done_in_slices_that_fit(folder, monkeypatch, way):
+def test_images_are_processed_in_slices(folder, monkeypatch, way):
     encoder = KLEncoder(folder, CPU)
     batch = IMAGES if way == "encode" else torch.randn(6, 4, 16, 16)
     whole = getattr(encoder, way)(batch)
@@ -96,7 +96,7 @@ def test_work_is_done_in_slices_that_fit(folder, monkeypatch, way):
     assert seen == [2, 2, 2]
 
 
-def test_the_hash_is_that_of_the_weights_and_not_of_their_file(folder, tmp_path):
+def test_the_hash_depends_on_the_weights_and_not_on_their_file(folder, tmp_path):
     weights_hash = KLEncoder(folder, CPU).weights_hash
     shutil.copytree(folder, tmp_path / "copy")
     tensors = load_file(tmp_path / "copy" / WEIGHTS)
@@ -112,9 +112,7 @@ def test_the_hash_is_that_of_the_weights_and_not_of_their_file(folder, tmp_path)
 
 
 def configured(folder, **changes):
-    """Let an autoencoder declare what it does not have, for which memory would be taken before its weights
-    are looked at.
-    """
+    """Change an autoencoder's config.json, so that it declares more than the weights have."""
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
@@ -127,7 +125,7 @@ def configured(folder, **changes):
             "is not an AutoencoderKL",
         ),
         (lambda vae: (vae / "config.json").write_text("{"), "AutoencoderKL: .*config.json is damaged"),
-        (lambda vae: configured(vae, layers_per_block=10**7), "layers_per_block of its config.json"),
+        (lambda vae: configured(vae, layers_per_block=10**7), "layers_per_block of config.json"),
         (
             lambda vae: drop(vae / WEIGHTS, "decoder.conv_in.weight"),
             "lacks 1 tensors, such as decoder.conv_in",
@@ -164,7 +162,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_a_public_autoencoder_is_taken_from_the_cache(folder, hub):
-    """A small autoencoder under the public name."""
+    """The cache has a small autoencoder under the public name."""
     repository = hub / "models--stabilityai--sd-vae-ft-ema"
     shutil.copytree(folder, repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()
@@ -180,55 +178,57 @@ def test_a_missing_autoencoder_says_how_to_download_it(hub):
         load_encoder("sdxl", CPU)
 
 
-def test_another_autoencoder_than_the_manifests_is_refused_unless_forced(folder, tmp_path):
+def test_an_autoencoder_with_other_weights_is_refused_unless_allowed(folder, tmp_path):
     encoder = KLEncoder(folder, CPU)
     other = write_autoencoder(tmp_path / "other", seed=1)
-    about = manifest(encoder)
-    assert encoder_for(about, CPU).weights_hash == encoder.weights_hash
+    manifest = manifest_of(encoder)
+    assert encoder_for(manifest, CPU).weights_hash == encoder.weights_hash
     shutil.copytree(folder, tmp_path / "moved")
-    assert encoder_for(about, CPU, str(tmp_path / "moved")).weights_hash == encoder.weights_hash
+    assert encoder_for(manifest, CPU, str(tmp_path / "moved")).weights_hash == encoder.weights_hash
     for name in (other, "identity"):
-        with pytest.raises(ValueError, match=r"has weights .* must be the same .*allow_other_encoder=true"):
-            encoder_for(about, CPU, name)
-        assert encoder_for(about, CPU, name, allow_other=True).weights_hash != encoder.weights_hash
+        with pytest.raises(
+            ValueError, match=r"has weights .*: use the same encoder, or set allow_other_encoder=true"
+        ):
+            encoder_for(manifest, CPU, name)
+        assert encoder_for(manifest, CPU, name, allow_other=True).weights_hash != encoder.weights_hash
     pixels = LatentManifest(3, (3, 8, 8), "float16", "samples", 0, "identity")
-    with pytest.raises(ValueError, match="must be the same"):
+    with pytest.raises(ValueError, match="use the same encoder"):
         encoder_for(pixels, CPU, folder)
 
 
-def test_latents_without_a_hash_take_the_autoencoder_that_is_named(folder, tmp_path):
-    """Converted latents tell no weights: nothing can be held against what the user says but its channels."""
-    about = manifest(KLEncoder(folder, CPU), encoder_hash=None)
-    assert encoder_for(about, CPU).name == folder
+def test_latents_without_a_hash_accept_any_autoencoder(folder, tmp_path):
+    """Converted latents have no hash of the weights: only the number of channels can be checked."""
+    manifest = manifest_of(KLEncoder(folder, CPU), encoder_hash=None)
+    assert encoder_for(manifest, CPU).name == folder
     other = write_autoencoder(tmp_path / "other", seed=1)
-    assert encoder_for(about, CPU, other).name == other
-    with pytest.raises(ValueError, match=r"encoder=identity has weights None, .* must be the same"):
-        encoder_for(about, CPU, "identity")
+    assert encoder_for(manifest, CPU, other).name == other
+    with pytest.raises(ValueError, match=r"encoder=identity has weights None, .*: use the same encoder"):
+        encoder_for(manifest, CPU, "identity")
     wide = write_autoencoder(tmp_path / "wide", latent_channels=8)
     for options in ({}, {"allow_other": True}):
-        with pytest.raises(ValueError, match="has latents of 8 channels, these have 4"):
-            encoder_for(about, CPU, wide, **options)
+        with pytest.raises(ValueError, match="has latents of 8 channels, the data have 4"):
+            encoder_for(manifest, CPU, wide, **options)
 
 
-def test_pixels_in_another_range_are_brought_back(folder):
-    """What EDM2 does: pixels in [0, 1], and each channel with a scale and a shift of its own."""
+def test_pixels_in_another_range_are_decoded(folder):
+    """EDM2's latents: pixels in [0, 1], and a scale and a shift for each channel."""
     encoder = KLEncoder(folder, CPU)
     scale, shift = (0.5, 1.0, 2.0, 4.0), (1.0, 0.0, -1.0, 0.5)
-    about = manifest(encoder, scale=scale, shift=shift, pixel_range=(0.0, 1.0))
+    manifest = manifest_of(encoder, scale=scale, shift=shift, pixel_range=(0.0, 1.0))
     raw = torch.randn(2, 4, 16, 16)
     seen = (raw - torch.tensor(shift).view(4, 1, 1)) * torch.tensor(scale).view(4, 1, 1)
-    torch.testing.assert_close(about.to_means(torch.cat([raw, raw], dim=1)), seen)
-    torch.testing.assert_close(about.to_encoder(seen), raw)
+    torch.testing.assert_close(manifest.to_means(torch.cat([raw, raw], dim=1)), seen)
+    torch.testing.assert_close(manifest.to_encoder(seen), raw)
     with torch.no_grad():
-        pixels = own(folder).decode(raw).sample.permute(0, 2, 3, 1)
+        pixels = load_with_diffusers(folder).decode(raw).sample.permute(0, 2, 3, 1)
     expected = (pixels * 255 + 0.5).clamp(0, 255).to(torch.uint8)
-    images = image_decoder(about, encoder)(seen)
+    images = image_decoder(manifest, encoder)(seen)
     assert np.abs(images.astype(int) - expected.numpy().astype(int)).max() <= 1
 
 
 def test_the_official_decoding_is_coarser_and_half_a_level_darker(folder):
     exact, official = KLEncoder(folder, CPU), KLEncoder(folder, CPU, official=True)
-    assert official.weights_hash == exact.weights_hash, "they are the same file"
+    assert official.weights_hash == exact.weights_hash, "the hash is of the file"
     assert all(torch.equal(p, p.bfloat16().float()) for p in official.net.parameters())
     z = torch.randn(2, 4, 16, 16)
     assert 0 < (official.decode(z) - exact.decode(z)).abs().max() < 0.1
@@ -247,12 +247,12 @@ def test_bf16_is_used_only_on_request(folder):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_encodes_and_decodes_what_the_cpu_does(folder):
-    """In fp32, to what sums in another order leave."""
+def test_a_gpu_encodes_and_decodes_like_the_cpu(folder):
+    """In fp32, up to the order of summation."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     on_cpu, on_gpu = KLEncoder(folder, CPU), KLEncoder(folder, torch.device("cuda"))
     assert on_gpu.weights_hash == on_cpu.weights_hash
     latents = torch.randn(2, 4, 16, 16)
     torch.testing.assert_close(on_gpu.encode(IMAGES), on_cpu.encode(IMAGES), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(on_gpu.decode(latents), on_cpu.decode(latents), rtol=1e-3, atol=1e-3)
-    assert image_decoder(manifest(on_gpu), on_gpu)(latents.cuda()).shape == (2, 32, 32, 3)
+    assert image_decoder(manifest_of(on_gpu), on_gpu)(latents.cuda()).shape == (2, 32, 32, 3)

@@ -11,7 +11,7 @@ SIZES = {"input_size": 32, "in_channels": 1, "num_classes": 62}
 
 
 def rows_and_columns(ink):
-    """The first and last row, and the first and last column, that hold ink."""
+    """Find the first and last row, and the first and last column, with ink."""
     return [np.flatnonzero(np.asarray(ink).max(axis=axis) > 127)[[0, -1]] for axis in (1, 0)]
 
 

@@ -90,10 +90,10 @@ def test_an_array_is_never_entirely_in_memory(tmp_path):
 )
 def test_arrays_that_are_not_images_are_refused(tmp_path, array, message):
     np.savez(tmp_path / "x.npz", **(array if isinstance(array, dict) else {"arr_0": array}))
-    with pytest.raises(ValueError, match=re.escape(message)) as found:
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
         open_images(tmp_path / "x.npz")
-    assert "x.npz" in str(found.value)
-    with pytest.raises(ValueError, match=r"resolution=16 crops image files and has no meaning for .*x.npz"):
+    assert "x.npz" in str(raised.value)
+    with pytest.raises(ValueError, match=r"resolution=16 crops image files: it does not apply to .*x.npz"):
         open_images(tmp_path / "x.npz", resolution=16)
 
 
@@ -116,25 +116,25 @@ def test_damaged_arrays_are_refused(tmp_path):
 
 def test_files_that_are_not_lossless_rgb_of_one_size_are_refused(tmp_path):
     def refused(folder, message):
-        with pytest.raises(ValueError) as found:
+        with pytest.raises(ValueError) as raised:
             read(open_images(folder))
-        assert message in str(found.value)
+        assert message in str(raised.value)
 
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "holds no images")
+    refused(tmp_path / "empty", "has no images")
     Image.fromarray(IMAGES[0]).save(write_folder(tmp_path / "lossy") / "z.JPG")
-    refused(tmp_path / "lossy", "z.JPG is of a lossy format")
+    refused(tmp_path / "lossy", "z.JPG has a lossy format")
     for mode in ("L", "RGBA", "I;16"):
         folder = write_folder(tmp_path / mode)
         Image.fromarray(IMAGES[0, :, :, 0].astype(np.uint16) if mode == "I;16" else IMAGES[0]).convert(
             mode
         ).save(folder / "a/03.png")
-        refused(folder, f"a/03.png cannot be used: its mode is {mode}")
+        refused(folder, f"a/03.png cannot be read: image mode {mode}")
     deep = np.concatenate([np.zeros((6, 1), np.uint8), np.zeros((6, 30), np.uint8)], axis=1).tobytes()
     chunks = (b"IHDR" + struct.pack(">IIBBBBB", 5, 6, 16, 2, 0, 0, 0), b"IDAT" + zlib.compress(deep), b"IEND")
     packed = (struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks)
     (write_folder(tmp_path / "deep") / "a/03.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(packed))
-    refused(tmp_path / "deep", "a/03.png cannot be used: its mode is RGB, must be RGB with 8 bits")
+    refused(tmp_path / "deep", "a/03.png cannot be read: image mode RGB with 16 bits must have 8 bits")
     Image.fromarray(IMAGES[0, :3]).save(write_folder(tmp_path / "sizes") / "b/05.png")
     refused(tmp_path / "sizes", "b/05.png is (3, 5, 3), a/00.png is (6, 5, 3)")
 
@@ -154,7 +154,7 @@ def test_with_a_resolution_images_of_any_kind_are_cropped(tmp_path):
 
 
 def turned(pixels, orientation):
-    """What a viewer shows, by the table of the EXIF standard: where row 0 and column 0 are."""
+    """Apply an EXIF orientation by the table of the standard: the sides of row 0 and column 0."""
     top, left = ["tl", "tr", "br", "bl", "lt", "rt", "rb", "lb"][orientation - 1]
     shown = pixels if top in "tb" else pixels.swapaxes(0, 1)
     return shown[:: -1 if "b" in (top, left) else 1, :: -1 if "r" in (top, left) else 1]
@@ -177,7 +177,7 @@ def test_images_are_read_as_viewers_show_them(tmp_path, suffix, orientation):
 
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0II*\0\xff\xff\xff\xff", b"Exif\0\0II"])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_damaged_exif_turns_nothing(tmp_path, exif):
+def test_damaged_exif_is_ignored(tmp_path, exif):
     for name in ("0.png", "1.jpg"):
         Image.fromarray(IMAGES[0]).save(tmp_path / name, exif=exif)
         with (tmp_path / name).open("rb") as file:
@@ -195,6 +195,6 @@ def published_crop(image, size):
 
 
 @pytest.mark.parametrize("size", [(24, 41), (57, 25), (100, 67), (11, 13), (32, 65)])
-def test_centre_crop_is_that_of_the_reference_code(size):
+def test_centre_crop_matches_the_reference_code(size):
     image = Image.fromarray(RNG.integers(0, 256, (*size, 3), dtype=np.uint8))
     assert np.array_equal(np.asarray(centre_crop(image, 16)), published_crop(image, 16))

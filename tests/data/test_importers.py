@@ -1,4 +1,4 @@
-"""Foreign formats, written here from their public descriptions, and what contradicts the assumptions about them."""
+"""Foreign formats, written from their public descriptions, and files that contradict the assumptions."""
 
 import io
 import json
@@ -22,12 +22,12 @@ from tests.runs import composed
 
 COUNT, SIZE = 24, 8
 LABELS = np.arange(COUNT) % 5
-# Of the latents of sd-vae-ft-* on photographs: standard deviations near 4.9, 5.3, 3.9, 4.0 before scaling.
+# Unscaled latents of sd-vae-ft-* on photographs have standard deviations near 4.9, 5.3, 3.9, 4.0.
 STDS = np.array([4.9, 5.3, 3.9, 4.0], np.float32).reshape(4, 1, 1)
 
 
 def latents(seed=0):
-    """Mean and log-variance (COUNT, 4, SIZE, SIZE) like those of a public autoencoder: smooth, not symmetric, quite certain."""
+    """Draw realistic mean and log-variance (COUNT, 4, SIZE, SIZE): smooth, asymmetric, of low variance."""
     rng = np.random.default_rng(seed)
     coarse = rng.standard_normal((COUNT, 4, SIZE // 2, SIZE // 2)).astype(np.float32)
     mean = STDS * coarse.repeat(2, axis=2).repeat(2, axis=3)
@@ -47,7 +47,7 @@ def write_tar(file, members):
 
 
 def write_tread(folder, arrays=MEAN * 0.18215, labels=LABELS):
-    """Two tars of KEY.latent.npy and KEY.cls."""
+    """Write two tars of KEY.latent.npy and KEY.cls."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard, ids in enumerate(np.array_split(np.arange(len(arrays)), 2)):
         members = []
@@ -58,7 +58,7 @@ def write_tread(folder, arrays=MEAN * 0.18215, labels=LABELS):
 
 
 def write_lmdb(folder, first=None, second=None, labels=None):
-    """MaskDiT's extraction: all images, then all flips; `length` counts both."""
+    """Write MaskDiT's LMDB: all images, then all flips. `length` counts both."""
     first = MOMENTS if first is None else first
     second = first[..., ::-1] if second is None else second
     folder.mkdir(parents=True)
@@ -75,7 +75,7 @@ def write_lmdb(folder, first=None, second=None, labels=None):
 
 
 def write_npy_folder(folder, arrays, labels=LABELS):
-    """The tools of EDM2 and REPA: numbered folders of mean and standard deviation, and dataset.json in any order."""
+    """Write moments as the tools of EDM2 and REPA do: numbered folders, and dataset.json in another order."""
     entries = []
     for i, array in enumerate(arrays):
         name = f"{i // 10:05d}/img-mean-std-{i:08d}.npy"
@@ -104,7 +104,7 @@ def close(stored, expected):
 def test_tread(tmp_path):
     dataset = run(write_tread(tmp_path / "tread"), tmp_path / "out", "tread_wds")
     manifest = dataset.manifest
-    close(dataset.stored, MEAN)  # the scale is taken out, to be applied once
+    close(dataset.stored, MEAN)  # stored unscaled
     assert (manifest.kind, manifest.scale) == ("samples", 0.18215)
     assert (manifest.hflip, manifest.num_classes) == (False, 5)
     assert np.array_equal(dataset.labels, LABELS)
@@ -116,7 +116,7 @@ def test_tread(tmp_path):
     close(run(write_tread(tmp_path / "moments", mean_std()), tmp_path / "std", *on_request).stored, MOMENTS)
 
 
-def test_samples_of_one_name_in_two_folders_are_two(tmp_path):
+def test_samples_in_two_folders_may_share_a_name(tmp_path):
     members = [(f"{folder}/0.{suffix}", b"0") for folder in "ab" for suffix in ("cls", "latent.npy")]
     write_tar(tmp_path / "two.tar", members)
     with (tmp_path / "two.tar").open("rb") as file:
@@ -129,12 +129,12 @@ def test_samples_of_one_name_in_two_folders_are_two(tmp_path):
     write_tar(tmp_path / "twice.tar", [members[0]] * 2)
     with (
         (tmp_path / "twice.tar").open("rb") as file,
-        pytest.raises(ValueError, match=r"a/0\.cls occurs twice"),
+        pytest.raises(ValueError, match=r"a/0\.cls is in the tar twice"),
     ):
         list(samples(file, 2))
 
 
-def test_a_tar_may_hold_more_samples_than_one_may_take_bytes(tmp_path):
+def test_the_limit_of_overhead_applies_to_each_sample(tmp_path):
     write_tar(tmp_path / "many.tar", [(f"{i}.cls", b"0") for i in range(200)])
     assert (tmp_path / "many.tar").stat().st_size > 3 * MAX_OVERHEAD_BYTES
     with (tmp_path / "many.tar").open("rb") as file:
@@ -142,8 +142,8 @@ def test_a_tar_may_hold_more_samples_than_one_may_take_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("stored_as", ["samples", "mean_logvar", "mean_std"])
-def test_scale_and_shift_of_each_channel_are_taken_out(stored_as):
-    """(m, v) of z give (scale m, scale^2 v) of scale z."""
+def test_scale_and_shift_of_each_channel_are_undone(stored_as):
+    """The moments of scale * z are (scale * m, scale^2 * v)."""
     chosen = replace(FORMATS["edm2"], stored_as=stored_as, scaled=True)
     scale, shift = (np.reshape(value, (4, 1, 1)).astype(np.float32) for value in (chosen.scale, chosen.shift))
     spread = {
@@ -218,7 +218,7 @@ def test_edm2(tmp_path):
 
 
 def write_lightningdit(folder, stats=None, sizes=(10, 14), **changed):
-    """Two shards, and statistics that differ from channel to channel."""
+    """Write two shards, and statistics that differ between channels."""
     folder.mkdir()
     start = 0
     for i, size in enumerate(sizes):
@@ -239,7 +239,7 @@ VAVAE_MEAN = np.array([0.5, -0.2, 0.0, 0.1], np.float32).reshape(1, 4, 1, 1)
 
 
 def test_lightningdit(tmp_path, capsys):
-    """Images and flips of all shards in order, and the statistics of each channel as shift and scale."""
+    """Read images and flips of all shards in order. The statistics of channels become shift and scale."""
     dataset = run(write_lightningdit(tmp_path / "vavae"), tmp_path / "out", "lightningdit")
     close(dataset.stored[:, 0], MEAN)
     close(dataset.stored[:, 1], MEAN[..., ::-1])
@@ -259,9 +259,9 @@ def test_scale_and_shift_come_from_one_source(tmp_path, name):
         "tread_wds": lambda path: write_tread(path, (MEAN - 0.1) * 0.1),
     }[name]
     given = "scale=0.1", "shift=0.1", "std=0.5"
-    found = run(write(tmp_path / "source"), tmp_path / "out", name, *given).manifest
-    assert (found.scale, found.shift, found.std) == (0.1, 0.1, 0.5)
-    assert found.origin["assumed"]["shift"] == 0.1
+    manifest = run(write(tmp_path / "source"), tmp_path / "out", name, *given).manifest
+    assert (manifest.scale, manifest.shift, manifest.std) == (0.1, 0.1, 0.5)
+    assert manifest.origin["assumed"]["shift"] == 0.1
 
 
 def cut(file):
@@ -271,7 +271,7 @@ def cut(file):
 def cut_between_members(folder):
     file = folder / "imagenet-0001.tar"
     with tarfile.open(file) as tar:
-        end = [member.offset for member in tar][6]  # a whole number of samples stands before it
+        end = [member.offset for member in tar][6]  # complete samples end here
     file.write_bytes(file.read_bytes()[:end])
 
 
@@ -289,36 +289,36 @@ def rename_member(folder):
 @pytest.mark.parametrize(
     ("name", "write", "spoil", "overrides", "message"),
     [
-        ("tread_wds", lambda p: write_tread(p, MOMENTS), None, (), r"24 entries contradict .* 100.0% of .* negative: stored_as=mean_logvar"),
-        ("tread_wds", lambda p: write_tread(p, mean_std()), None, (), r" 0.0% of .* is negative: stored_as=mean_std"),
-        ("tread_wds", lambda p: write_tread(p, MEAN), None, (), r"standard deviation of 4\.\d+, not 1:"),
-        ("tread_wds", write_tread, None, ("scaled=false",), r"standard deviation of 0\.15\d?, not 1: scaled=true"),
-        ("tread_wds", write_tread, None, ("hflip=true",), "hflip=true needs a format whose entries can be read in any order"),
-        ("tread_wds", write_tread, cut_between_members, (), r"imagenet-0001.tar is damaged: it is cut off, an archive ends with 1024 zeros"),
-        ("repa", lambda p: write_npy_folder(p, MOMENTS), None, (), "is negative: stored_as=mean_logvar"),
-        ("maskdit_lmdb", lambda p: write_lmdb(p, second=np.concatenate(latents(seed=1), axis=1)), None, (), "the second half is not flips .*: hflip=false"),
-        ("maskdit_lmdb", lambda p: write_lmdb(p, labels=np.concatenate([LABELS, LABELS[::-1]])), None, (), "the classes of the second half are not .* first: hflip=false"),
-        ("maskdit_lmdb", write_lmdb, lambda p: cut(p / "data.mdb"), (), r"source is cut off: it has \d+ of \d+ bytes"),
-        ("maskdit_lmdb", write_lmdb, partial(put, key=b"length", value=b"-3"), (), "length is b'-3', must be a number"),
-        ("maskdit_lmdb", write_lmdb, partial(put, key=b"length", value=b"1"), (), "1 entries are not images and their flips"),
-        ("maskdit_lmdb", write_lmdb, partial(put, key=b"y-3", value=b"9" * 30), (), "y-3 is b'9+', must be .*, less than 1000000"),
-        ("maskdit_lmdb", write_lmdb, partial(put, key=b"z-3", value=b"12345678"), (), "z-3 has 2 numbers, must be 8 channels of a square"),
-        ("repa", write_edm2, None, (), r"a mean of 1.0\d in channel 0.*another range of pixels"),
+        ("tread_wds", lambda p: write_tread(p, MOMENTS), None, (), r"24 entries contradict .* 100.0% of .* negative: set stored_as=mean_logvar"),
+        ("tread_wds", lambda p: write_tread(p, mean_std()), None, (), r" 0.0% of .* is negative: set stored_as=mean_std"),
+        ("tread_wds", lambda p: write_tread(p, MEAN), None, (), r"std 4\.\d+, not 1:"),
+        ("tread_wds", write_tread, None, ("scaled=false",), r"std 0\.15\d?, not 1: try scaled=true"),
+        ("tread_wds", write_tread, None, ("hflip=true",), "hflip=true is not supported for tars"),
+        ("tread_wds", write_tread, cut_between_members, (), r"imagenet-0001.tar is damaged: it is truncated: a complete tar ends with 1024 zeros"),
+        ("repa", lambda p: write_npy_folder(p, MOMENTS), None, (), "is negative: set stored_as=mean_logvar"),
+        ("maskdit_lmdb", lambda p: write_lmdb(p, second=np.concatenate(latents(seed=1), axis=1)), None, (), "the second half is not flips .*: set hflip=false"),
+        ("maskdit_lmdb", lambda p: write_lmdb(p, labels=np.concatenate([LABELS, LABELS[::-1]])), None, (), "the two halves have different labels: set hflip=false"),
+        ("maskdit_lmdb", write_lmdb, lambda p: cut(p / "data.mdb"), (), r"source is truncated: it has \d+ of \d+ bytes"),
+        ("maskdit_lmdb", write_lmdb, partial(put, key=b"length", value=b"-3"), (), "length is b'-3', must be an integer"),
+        ("maskdit_lmdb", write_lmdb, partial(put, key=b"length", value=b"1"), (), "1 entries are not images and flips"),
+        ("maskdit_lmdb", write_lmdb, partial(put, key=b"y-3", value=b"9" * 30), (), "y-3 is b'9+', must be an integer in .*999999"),
+        ("maskdit_lmdb", write_lmdb, partial(put, key=b"z-3", value=b"12345678"), (), "z-3 has 2 numbers, must have 8 square channels"),
+        ("repa", write_edm2, None, (), r"mean 1.0\d in channel 0.*another range of pixels"),
         ("edm2", write_repa, None, (), "in channel 0.*another range of pixels"),
-        ("repa", lambda p: write_npy_folder(p, MEAN[:, :3]), None, (), "3 channels are not two halves:"),
-        ("repa", lambda p: write_npy_folder(p, MEAN * np.nan), None, (), "there are values that are not finite"),
-        ("tread_wds", write_tread, rename_member, (), r"imagenet-0001.tar is damaged: 7 must hold both .latent.npy and .cls"),
-        ("tread_wds", lambda p: write_tread(p, labels=["a"] * COUNT), None, (), r"0000000.cls is b'a', must be a number 0, 1"),
+        ("repa", lambda p: write_npy_folder(p, MEAN[:, :3]), None, (), "3 channels cannot be halved:"),
+        ("repa", lambda p: write_npy_folder(p, MEAN * np.nan), None, (), "some values are not finite"),
+        ("tread_wds", write_tread, rename_member, (), r"imagenet-0001.tar is damaged: 7 must have both .latent.npy and .cls"),
+        ("tread_wds", lambda p: write_tread(p, labels=["a"] * COUNT), None, (), r"0000000.cls is b'a', must be an integer in"),
         ("tread_wds", write_tread, None, ("num_classes=4",), r"label 4 at position 4 must be in \[0, 3\]"),
-        ("repa", lambda p: p.mkdir(), None, (), "has no dataset.json, which gives the labels"),
-        ("repa", lambda p: write_npy_folder(p, np.full((4, 8, 8, 8), "a")), None, (), "they are <U1, not numbers"),
-        ("tread_wds", lambda p: p.mkdir(), None, (), "holds no entries"),
-        ("lightningdit", write_lightningdit, lambda p: cut(p / "latents_rank00_shard001.safetensors"), (), r"shard001.safetensors is damaged, or lacks"),
+        ("repa", lambda p: p.mkdir(), None, (), "has no dataset.json with the labels"),
+        ("repa", lambda p: write_npy_folder(p, np.full((4, 8, 8, 8), "a")), None, (), "the type is <U1, must be numbers"),
+        ("tread_wds", lambda p: p.mkdir(), None, (), "has no entries"),
+        ("lightningdit", write_lightningdit, lambda p: cut(p / "latents_rank00_shard001.safetensors"), (), r"shard001.safetensors is damaged, or does not have all"),
         ("lightningdit", lambda p: write_lightningdit(p, sizes=(24,), labels=LABELS[1:]), None, (), r"has \[24, 24, 23\] entries of"),
         ("lightningdit", write_lightningdit, lambda p: (p / "latents_stats.pt").unlink(), (), "No such file or directory: .*latents_stats.pt"),
         ("lightningdit", write_lightningdit, lambda p: cut(p / "latents_stats.pt"), (), "latents_stats.pt is damaged"),
-        ("lightningdit", lambda p: write_lightningdit(p, dict.fromkeys(("mean", "std"), torch.zeros(4))), None, (), "does not hold the tensors mean and std"),
-        ("repa", lambda p: write_npy_folder(p, [*mean_std()[1:], MEAN[0]]), None, (), "entries must all be of one shape"),
+        ("lightningdit", lambda p: write_lightningdit(p, dict.fromkeys(("mean", "std"), torch.zeros(4))), None, (), "has no tensors mean and std"),
+        ("repa", lambda p: write_npy_folder(p, [*mean_std()[1:], MEAN[0]]), None, (), "all entries must have one shape"),
     ],
 )  # fmt: skip
 def test_damaged_and_contradictory_sources_are_one_clear_error(

@@ -27,7 +27,7 @@ HELD_OUT_OF_20 = [2, 4, 6, 13, 16, 19]
 
 
 def write(path, kind="samples", count=20, **changes):
-    """Write a folder of random latents and return what it holds."""
+    """Write a folder of random latents. Return the latents and labels."""
     rng = np.random.default_rng(0)
     shape = (8 if kind == "moments" else 4, 8, 8)
     stored = rng.standard_normal((count, *shape)).astype(np.float16)
@@ -38,7 +38,7 @@ def write(path, kind="samples", count=20, **changes):
     return stored, labels
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_reading_returns_what_was_written(tmp_path):
     stored, labels = write(tmp_path / "a", num_held_out=6)
     dataset = open_latents(str(tmp_path / "a"), **SIZES)
     ids = np.array([3, 17, 3, 0])
@@ -46,23 +46,23 @@ def test_what_is_written_is_read(tmp_path):
     assert np.array_equal(got.numpy(), stored[ids])
     assert got_labels.tolist() == labels[ids].tolist()
     assert isinstance(dataset.stored, np.memmap)
-    assert dataset.held_out_ids.tolist() == HELD_OUT_OF_20, "for everyone, and for ever"
+    assert dataset.held_out_ids.tolist() == HELD_OUT_OF_20, "the same in all versions"
     together = np.sort(np.concatenate([dataset.train_ids, dataset.held_out_ids]))
     assert len(dataset.held_out_ids) == 6
     assert np.array_equal(together, np.arange(20))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
 
 
-def test_classes_without_entries_to_train_on_are_known():
+def test_classes_without_training_entries_are_listed():
     labels = np.full(20, 3)
-    labels[HELD_OUT_OF_20] = 1  # only held out
+    labels[HELD_OUT_OF_20] = 1  # held out
     dataset = LatentDataset(np.zeros((20, 4, 8, 8)), labels, replace(MANIFEST, num_held_out=6))
     assert dataset.manifest.untrained_classes == (0, 1, 2, 4)
     assert dataset.describe()["manifest"]["untrained_classes"] == (0, 1, 2, 4)
     assert LatentDataset(dataset.stored, labels, MANIFEST).manifest.untrained_classes == (0, 2, 4)
 
 
-def test_moments_are_sampled_anew():
+def test_moments_are_sampled_at_each_call():
     manifest = LatentManifest(20, (2, 8, 8), "float16", "moments", 0, "identity", scale=0.5)
     assert manifest.in_channels == 1
     mean, logvar = torch.full((20_000, 1, 8, 8), 3.0), torch.full((20_000, 1, 8, 8), -1.0)
@@ -76,7 +76,7 @@ def test_moments_are_sampled_anew():
         manifest.to_latents(torch.zeros(6, 2, 8, 8), torch.Generator().manual_seed(0)) for _ in range(2)
     )
     assert draws.shape == (6, 1, 8, 8)
-    assert len(draws.unique()) > 0.99 * draws.numel(), "every number of every entry has a draw of its own"
+    assert len(draws.unique()) > 0.99 * draws.numel(), "all draws differ"
     assert torch.equal(again, draws)
 
 
@@ -90,7 +90,7 @@ STORED, LABELS, MASKS = np.zeros((3, 4, 8, 8)), np.zeros(3, int), np.zeros((3, 8
         (None, (STORED[..., :7], LABELS), r"latents float16 \(3, 4, 8, 7\), .* must be latents"),
         (None, (STORED + 1e6, LABELS), "not finite in float16"),
         (None, (STORED, np.array([0, 4, 5])), r"label 5 at position 5 must be in \[0, 4\]"),
-        (None, (STORED[:2], LABELS[:2]), "5 entries written, of count=6"),
+        (None, (STORED[:2], LABELS[:2]), "5 entries written, must be count=6"),
         (None, (STORED, LABELS, MASKS), r"masks uint8 \(3, 8, 8\), must be"),
         ("mask", (STORED, LABELS), r"must be .*, masks uint8 \(3, 8, 8\)"),
         ("segmentation", (STORED, LABELS, MASKS.astype(float)), r"masks float64 \(3, 8, 8\), must be"),
@@ -112,7 +112,7 @@ def test_a_worker_process_gets_the_file_and_not_its_content(tmp_path):
 
 
 def change(**changes):
-    """Changes of the manifest of a folder."""
+    """Return a function that changes the manifest of a folder."""
 
     def apply(folder):
         file = folder / "manifest.json"
@@ -133,7 +133,7 @@ def remove(name):
     return lambda folder: (folder / name).unlink()
 
 
-# What bytes may contain, and what no manifest may say, is in tests/test_outside.py and below.
+# Malicious files are in tests/test_outside.py, and invalid manifests below.
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
@@ -142,7 +142,11 @@ def remove(name):
         (change(conditioning_type="mask"), ValueError, r"masks\.npy is missing"),
         (cut_latents(10_000), ValueError, r"latents\.npy is missing, truncated"),
         (put_labels(np.full(20, 5)), ValueError, r"labels\.npy: label 5 at position 0 must be in \[0, 4\]"),
-        (change(count=21), ValueError, r"latents\.npy holds float16 \(20, 4, 8, 8\), the manifest"),
+        (
+            change(count=21),
+            ValueError,
+            r"latents\.npy is float16 \(20, 4, 8, 8\), must be .* as in the manifest",
+        ),
         (change(num_classes=4), ValueError, r"data\.num_classes=5 must be 4, as in"),
         (change(shape=[4, 16, 16]), ValueError, r"data\.input_size=8 must be 16, as in"),
         (change(surprise=1), ValueError, "manifest.json is not a latent manifest: .*surprise"),
@@ -175,7 +179,7 @@ def test_bytes_survive_the_identity_encoder_and_the_rounding_rule():
     every_byte = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16)
     encoder = IdentityEncoder()
     assert torch.equal(to_uint8(encoder.decode(encoder.encode(every_byte).half().float())), every_byte)
-    # 127.5 x + 128, truncated: the middle rounds up, and what lies outside [-1, 1] is clamped.
+    # 127.5 x + 128, truncated: the middle rounds up, and values outside [-1, 1] are clamped.
     assert to_uint8(torch.tensor([-2.0, -1.0, 0.0, 0.996, 1.0, 2.0])).tolist() == [0, 0, 128, 254, 255, 255]
 
 
@@ -198,7 +202,7 @@ def test_the_foreground_of_the_digits_is_their_mask(tmp_path):
 
 
 def write_flipped(path, **changes):
-    """Numbered entries with masks of one pixel."""
+    """Write numbered entries with masks of one pixel."""
     masks = np.zeros((12, 8, 8), np.uint8)
     masks[:, 2, 1] = 255
     return write_latents(path, numbered(12), np.arange(12) % 3, masks, **changes)
@@ -210,7 +214,7 @@ def test_flips_are_read_on_request_with_their_masks(tmp_path):
     stored, labels = dataset.read(ids, np.array([1, 0, 0, 1]))
     assert stored[:, 0, 0, 0].tolist() == [107, 0, 7, 103]
     assert labels.tolist() == [1, 0, 1, 0]
-    assert dataset.read(ids)[0][:, 0, 0, 0].tolist() == [7, 0, 7, 3], "images unless asked otherwise"
+    assert dataset.read(ids)[0][:, 0, 0, 0].tolist() == [7, 0, 7, 3], "images by default"
     assert stored.shape == (4, 4, 8, 8)
     assert dataset.read_masks(ids[:2], np.array([0, 1])).nonzero().tolist() == [[0, 2, 1], [1, 2, 6]]
     assert dataset.read_masks(ids[:1]).nonzero().tolist() == [[0, 2, 1]]
@@ -222,14 +226,14 @@ def test_flips_are_read_on_request_with_their_masks(tmp_path):
 @pytest.mark.parametrize(
     ("std", "warned"), [(1.0, False), (0.6, False), (1.7, False), (0.18, True), (5.5, True), (0.5, True)]
 )
-def test_a_standard_deviation_far_from_the_promised_one_warns(std, warned):
+def test_a_standard_deviation_far_from_the_expected_one_warns(std, warned):
     manifest = replace(MANIFEST, scale=0.18215, std=1.0)
     warning = manifest.std_warning(torch.tensor(std))
     assert bool(warning) == warned
     if warned:
-        assert f"standard deviation of {std:.3g}, the manifest promises 1." in warning
-        assert f"set scale {0.18215 / std:.4g} in manifest.json" in warning
-    assert MANIFEST.std_warning(torch.tensor(9.0)) is None, "nothing was promised"
+        assert f"standard deviation of {std:.3g}, the manifest expects 1." in warning
+        assert f"set scale to {0.18215 / std:.4g} in manifest.json" in warning
+    assert MANIFEST.std_warning(torch.tensor(9.0)) is None, "the expected one is unknown"
 
 
 @pytest.mark.parametrize(
@@ -241,13 +245,13 @@ def test_a_standard_deviation_far_from_the_promised_one_warns(std, warned):
         (
             "scale",
             ["0.18", 0, True, (1.0, 2.0), (1.0, 2.0, 0.0, 1.0)],
-            "a number other than 0, or one for each of 4",
+            "a number other than 0, or one per channel (4)",
         ),
-        ("shift", [float("nan"), (1.0, 2.0)], "a number, or one for each of 4"),
+        ("shift", [float("nan"), (1.0, 2.0)], "a number, or one per channel (4)"),
         ("num_held_out", [20, 3.0], "in [0, 19]"),
         ("std", [0.0], "a number greater than 0, or null"),
-        ("pixel_range", [(1.0, 1.0)], "two numbers: what black is, and what white is"),
-        ("class_names", [(1, 2, 3, 4, 5), ("a", "b")], "num_classes=5 texts"),
+        ("pixel_range", [(1.0, 1.0)], "two different numbers: the values of black and white"),
+        ("class_names", [(1, 2, 3, 4, 5), ("a", "b")], "num_classes=5 strings"),
         (
             "untrained_classes",
             [(3, 3), (4, 1), (5,), (-1,), (True,), ("1",), (0, 1, 2, 3, 4)],
@@ -255,16 +259,16 @@ def test_a_standard_deviation_far_from_the_promised_one_warns(std, warned):
         ),
         ("encoder", [None], "a name"),
         ("hflip", ["x"], "true or false"),
-        ("checksums", [{"latents.npy": "abc"}], "lists of hashes of files"),
+        ("checksums", [{"latents.npy": "abc"}], "lists of hashes, by names of files"),
     ],
 )
-def test_a_manifest_that_makes_no_sense_is_refused(key, values, rule):
+def test_an_invalid_manifest_is_refused(key, values, rule):
     for value in values:
         with pytest.raises(ValueError, match=re.escape(f"{key}={value!r} must be {rule}")):
             replace(MANIFEST, **{key: value})
 
 
-def test_a_manifest_survives_its_file(tmp_path):
+def test_a_manifest_is_saved_and_read(tmp_path):
     names = ("a", "b", "c", "d", "e")
     fields = {"origin": {"by": ["hand", 1]}, "std": 1.0, "resolution": 64, "pixel_range": (0.0, 1.0)}
     write(tmp_path / "a", class_names=names, **fields)
@@ -273,8 +277,8 @@ def test_a_manifest_survives_its_file(tmp_path):
     assert set(manifest.checksums) == {"latents.npy", "labels.npy"}
 
 
-def test_a_fingerprint_is_of_all_but_the_origin():
-    """One number that changes is enough, of the 64 entries that are read."""
+def test_a_fingerprint_depends_on_all_but_the_origin():
+    """A change of one number, in the 64 entries that are read, changes the fingerprint."""
     manifest = replace(MANIFEST, count=500, shape=(1, 4, 4), conditioning_type="mask")
     arrays = [np.zeros((500, 1, 4, 4)), np.zeros(500, np.int64), np.zeros((500, 4, 4), np.uint8)]
     prints = []
@@ -292,7 +296,7 @@ def test_a_fingerprint_is_of_all_but_the_origin():
 
 @pytest.mark.parametrize("limit", [0, 100, 30_000])
 def test_a_full_disk_is_one_error_with_the_file_and_leaves_nothing(tmp_path, limit):
-    """A limit on the size of files stands for the full disk."""
+    """A limit on the size of files simulates a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:

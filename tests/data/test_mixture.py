@@ -1,4 +1,4 @@
-"""The mixture: its posterior mean against integration over many draws, and what evaluations say of it."""
+"""The mixture: its posterior mean against integration over many draws, and its loss in evaluations."""
 
 import numpy as np
 import pytest
@@ -22,8 +22,8 @@ def test_the_mixture_is_a_function_of_its_seed():
 
 
 @pytest.mark.parametrize(("alpha", "sigma"), [(1.0, 0.3), (0.6, 0.8), (1.0, 5.0)])
-def test_the_posterior_mean_is_that_of_many_draws(alpha, sigma):
-    """E[x | x_t] is the mean of draws of the class, weighted by how likely they make x_t."""
+def test_the_posterior_mean_matches_many_draws(alpha, sigma):
+    """E[x | x_t] is the mean of draws of the class, weighted by the likelihood of x_t."""
     drawn = mixture(**SIZES, num_entries=400_000, seed=3)
     rng = np.random.default_rng(0)
     for label in (0, 1):
@@ -34,12 +34,12 @@ def test_the_posterior_mean_is_that_of_many_draws(alpha, sigma):
         expected = (weights @ draws) / weights.sum(1, keepdims=True)
         times = (torch.full((3, 1, 1, 1), value) for value in (alpha, sigma))
         x_t = torch.from_numpy(x_t).view(3, 1, 2, 2)
-        found = drawn.posterior_mean(x_t, *times, torch.full((3,), label)).view(3, 4).numpy()
-        np.testing.assert_allclose(found, expected, atol=0.03)
+        actual = drawn.posterior_mean(x_t, *times, torch.full((3,), label)).view(3, 4).numpy()
+        np.testing.assert_allclose(actual, expected, atol=0.03)
 
 
-def test_no_denoiser_undercuts_the_optimal_one():
-    """Nor does one that is told another class, or is a little off in any direction."""
+def test_no_denoiser_has_a_lower_loss_than_the_optimal_one():
+    """Nor does a denoiser for another class, or one with small errors in any direction."""
     drawn = mixture(**SIZES, num_entries=20_000, seed=0)
     best, loss = OptimalPrecond(drawn.posterior_mean, 0.5), EDMLoss()
     x, labels = (torch.from_numpy(array) for array in (drawn.stored, drawn.labels))
@@ -55,7 +55,7 @@ def test_no_denoiser_undercuts_the_optimal_one():
     assert loss_of(EDMPrecond(lambda x, *_, **__: torch.zeros_like(x))) > optimum + 0.05
 
 
-def test_evaluations_say_the_optimal_loss_of_the_same_noise(tmp_path):
+def test_evaluations_report_the_optimal_loss_of_the_same_noise(tmp_path):
     trainer, _ = tiny_trainer(tmp_path, *TRAINED)
     ((_, evaluator),) = trainer.evaluators
     first, second = evaluator(2), evaluator(4)

@@ -17,7 +17,7 @@ def vae(tmp_path_factory):
 
 
 def write(path, vae, scale=1.0, count=600, **changes):
-    """Means of standard deviation 2 and mean 1 in channel 0, classes 0 0 0 1 1 3."""
+    """Write posterior means of standard deviation 2, with mean 1 in channel 0, and classes 0 0 0 1 1 3."""
     rng = np.random.default_rng(0)
     mean = 2 * rng.standard_normal((count, 2, 4, 16, 16))
     mean[:, :, 0] += 1
@@ -40,19 +40,19 @@ def test_numbers_and_picture(tmp_path, vae, monkeypatch, capsys):
     assert "classes    4, with 0 to 300 entries, median 150" in out
     assert "300  0 cat" in out and "200  1 dog" in out and "100  3 fly" in out
     assert "warning: 1 of 4 classes have no images to train on" in out
-    assert "std 1.02" in out and "(promised: 1)" in out
-    assert "warning: what" not in out
+    assert "std 1.02" in out and "(expected: 1)" in out
+    assert "warning: the network's input" not in out
     seen = dataset.manifest.to_means(torch.from_numpy(np.array(dataset.stored[:, 0])))
-    told = re.findall(r"channel \d: mean (\S+), std (\S+)", out)
-    for channel, (mean, std) in enumerate(told):
+    printed = re.findall(r"channel \d: mean (\S+), std (\S+)", out)
+    for channel, (mean, std) in enumerate(printed):
         assert abs(float(mean) - seen[:, channel].mean()) < 1e-3
         assert abs(float(std) - seen[:, channel].std()) < 1e-3
-    assert len(told) == 4
+    assert len(printed) == 4
     picture = np.asarray(Image.open(tmp_path / "a_report.png").convert("RGB"))
     assert picture.shape[1] == 8 * 68 and picture.std() > 20
 
 
-def test_flips_are_drawn_beside_their_images(tmp_path, vae, monkeypatch):
+def test_flips_are_drawn_next_to_their_images(tmp_path, vae, monkeypatch):
     dataset, drawn = write(tmp_path / "a", vae, scale=0.5, count=12), []
 
     def watched(manifest, encoder):
@@ -80,16 +80,23 @@ def test_masks_are_shown(tmp_path, vae, capsys):
         pictures[name] = np.asarray(Image.open(tmp_path / f"{name}_report.png").convert("L")).astype(int)
     out = capsys.readouterr().out
     assert "masks      none" in out
-    assert "masks      mask, mean weight 0.375, 25.0% without any weight" in out
+    assert "masks      mask, mean weight 0.375, 25.0% are empty" in out
     darker = pictures["masked"] < pictures["plain"] - 20
     assert darker.mean() > 0.05
 
 
-def test_of_many_classes_the_extremes_are_shown(tmp_path):
+def test_with_many_classes_only_the_extremes_are_listed(tmp_path):
     dataset = write_latents(tmp_path / "a", np.zeros((300, 1, 4, 4)), np.arange(300) % 100)
     lines = report.count_classes(dataset)
     assert len(lines) == 22
     assert lines[0] == "classes    100, with 3 to 3 entries, median 3"
+    names = ("0", "2", *map(str, range(2, 100)))
+    dataset = write_latents(tmp_path / "b", np.zeros((300, 1, 4, 4)), np.arange(300) % 100, class_names=names)
+    assert [line.split(maxsplit=1)[1] for line in report.count_classes(dataset)[1:4]] == [
+        "class 0",
+        "1 2",
+        "class 2",
+    ]
 
 
 def test_grey_pixels_without_classes_are_drawn(tmp_path, monkeypatch, capsys):

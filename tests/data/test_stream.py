@@ -36,7 +36,7 @@ def masked(dataset, masks, conditioning_type):
 
 
 def covered(masks):
-    """The tokens of one pixel that masks touch."""
+    """Map masks to tokens of one pixel."""
     return (masks > 0).flatten(1)
 
 
@@ -50,7 +50,7 @@ def test_each_permutation_holds_every_entry_once_and_they_differ():
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     of_next_seed = np.concatenate(first(order(seed=1), 5)).tolist()
-    assert of_next_seed not in epochs, "the epochs of a seed are not those of another, shifted"
+    assert of_next_seed not in epochs, "a seed does not shift the epochs of another"
 
 
 def test_the_stream_is_a_function_of_the_position():
@@ -119,16 +119,16 @@ def test_workers_change_nothing():
 
 
 def test_held_out_batches_are_the_same_on_any_number_of_processes():
-    """Moments of two channels, certain in the first and not in the second: there the draws show."""
-    about = {"scale": 0.5, "shift": 2.0, "num_held_out": 7, "conditioning_type": "mask"}
-    manifest = LatentManifest(20, (4, 4, 4), "float32", "moments", 3, "identity", **about)
+    """Moments of two channels with variance only in the second, which shows the draws."""
+    fields = {"scale": 0.5, "shift": 2.0, "num_held_out": 7, "conditioning_type": "mask"}
+    manifest = LatentManifest(20, (4, 4, 4), "float32", "moments", 3, "identity", **fields)
     rng = np.random.default_rng(0)
     moments = rng.standard_normal(manifest.stored_shape).astype(np.float32)
     moments[:, 2], moments[:, 3] = -40, 0
     masks = rng.integers(0, 256, (20, 4, 4), dtype=np.uint8)
     dataset = LatentDataset(moments, np.arange(20) % 3, manifest, masks)
     ids = dataset.held_out_ids
-    found = []
+    results = []
     for world_size in (1, 2, 5):
         parts = {}
         for rank in range(world_size):
@@ -136,14 +136,16 @@ def test_held_out_batches_are_the_same_on_any_number_of_processes():
             parts |= {
                 index: tensors for index, *tensors in held_out_batches(dataset, 2, *share, with_masks=True)
             }
-        found.append([torch.cat(tensors) for tensors in zip(*(parts[i] for i in sorted(parts)), strict=True)])
-    for latents, labels, weights in found:
+        results.append(
+            [torch.cat(tensors) for tensors in zip(*(parts[i] for i in sorted(parts)), strict=True)]
+        )
+    for latents, labels, weights in results:
         np.testing.assert_allclose(latents[:, 0], (moments[ids, 0] - 2) * 0.5, rtol=1e-6)
-        assert torch.equal(latents, found[0][0])
+        assert torch.equal(latents, results[0][0])
         assert labels.tolist() == (ids % 3).tolist()
         assert torch.equal(weights, dataset.read_masks(ids))
-    draws = found[0][0][:, 1].numpy() / 0.5 + 2 - moments[ids, 1]
-    assert len(np.unique(draws.round(3), axis=0)) == len(ids), "each entry has draws of its own"
+    draws = results[0][0][:, 1].numpy() / 0.5 + 2 - moments[ids, 1]
+    assert len(np.unique(draws.round(3), axis=0)) == len(ids), "the draws of all entries differ"
 
 
 def test_held_out_moments_are_not_drawn_with_the_noise_of_the_loss():
@@ -175,12 +177,12 @@ def test_all_micro_batches_of_a_step_know_its_largest_mask():
     assert len(set(expected)) > 1
     for rank in (0, 1):
         batches = batches_of(dataset, rank=rank, world_size=2, with_masks=True, token_mask=covered)
-        found = list(itertools.islice(batches, 2 * len(expected)))
-        assert [batch.num_forced for batch in found] == np.repeat(expected, 2).tolist()
-        assert found[0].masks.shape == (2, 4, 4)
+        micro_batches = list(itertools.islice(batches, 2 * len(expected)))
+        assert [batch.num_forced for batch in micro_batches] == np.repeat(expected, 2).tolist()
+        assert micro_batches[0].masks.shape == (2, 4, 4)
 
 
-def test_the_coverage_of_masks_is_that_of_the_largest_of_a_batch():
+def test_mask_coverage_uses_the_largest_mask_of_each_batch():
     masks = np.zeros((8, 4, 4), np.uint8)
     for entry in range(8):
         masks[entry].flat[: 2 * entry] = 255

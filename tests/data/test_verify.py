@@ -12,7 +12,7 @@ BLOCK = 1000
 
 @pytest.fixture
 def folder(tmp_path):
-    """Twenty entries in small blocks."""
+    """Write twenty entries in small blocks."""
     rng = np.random.default_rng(0)
     stored, masks = rng.standard_normal((20, 2, 4, 8, 8)), rng.integers(0, 256, (20, 8, 8), dtype=np.uint8)
     fields = {"kind": "moments", "block_bytes": BLOCK, "num_held_out": 4}
@@ -20,18 +20,18 @@ def folder(tmp_path):
     return tmp_path / "a"
 
 
-def found(folder):
+def damages_of(folder):
     return [damage for damage in verify.damages(folder, read_manifest(folder)) if damage]
 
 
-def test_checksums_are_those_of_the_files_on_disk(folder):
+def test_checksums_match_the_files_on_disk(folder):
     checksums = read_manifest(folder).checksums
     assert checksums.keys() == {"latents.npy", "labels.npy", "masks.npy"}
     for name, hashes in checksums.items():
         data = (folder / name).read_bytes()
         blocks = [data[start : start + BLOCK] for start in range(0, len(data), BLOCK)]
         assert hashes == [hashlib.sha256(block).hexdigest() for block in blocks]
-    assert found(folder) == []
+    assert damages_of(folder) == []
 
 
 def flip(file, at):
@@ -46,22 +46,24 @@ def test_one_flipped_bit_in_any_block_is_found_and_named(folder):
         for block in range(-(-size // BLOCK)):
             at = min(block * BLOCK + 777, size - 1)
             flip(folder / name, at)
-            (damage,) = found(folder)
+            (damage,) = damages_of(folder)
             assert f"{name}: block {block} (bytes {block * BLOCK} to {(block + 1) * BLOCK}" in damage
             flip(folder / name, at)
 
 
-def test_what_is_missing_cut_or_too_long_is_found(folder):
+def test_missing_truncated_and_too_long_files_are_found(folder):
     whole = (folder / "latents.npy").read_bytes()
     (folder / "latents.npy").write_bytes(whole[:-1])
-    assert len(found(folder)) == 1
+    assert len(damages_of(folder)) == 1
     (folder / "latents.npy").write_bytes(whole[:1500])
-    assert len(found(folder)) == len(read_manifest(folder).checksums["latents.npy"]) - 1
+    assert len(damages_of(folder)) == len(read_manifest(folder).checksums["latents.npy"]) - 1
     (folder / "latents.npy").write_bytes(whole + b"more" * 2000)
-    assert len(found(folder)) == 1
+    assert len(damages_of(folder)) == 1
     (folder / "latents.npy").write_bytes(whole)
     (folder / "labels.npy").unlink()
-    assert found(folder) == [f"{folder / 'labels.npy'}: block 0 cannot be read: No such file or directory"]
+    assert damages_of(folder) == [
+        f"{folder / 'labels.npy'}: block 0 cannot be read: No such file or directory"
+    ]
 
 
 def call(path):
@@ -84,7 +86,7 @@ def test_folders_without_checksums_are_refused(folder, tmp_path):
     with pytest.raises(SystemExit, match=r"labels.npy has no checksums in the manifest"):
         call(folder)
     (folder / "manifest.json").write_text(head + '"checksums": null, "format_version": 1}')
-    with pytest.raises(SystemExit, match=r".* was written without checksums: it cannot be checked"):
+    with pytest.raises(SystemExit, match=r".* has no checksums in its manifest: it cannot be checked"):
         call(folder)
     with pytest.raises(SystemExit, match=r"data.path=.*must be a latent folder"):
         call(tmp_path)

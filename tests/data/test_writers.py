@@ -1,4 +1,4 @@
-"""Programs that write a folder of data: two of them at once, and one after another that was killed."""
+"""Programs that write latent folders: two at once, and one after a killed one."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ DIGITS = "import sys; from data import digits; digits(sys.argv[1], 8, 1, 10)"
 
 @pytest.fixture
 def write(tmp_path):
-    """A program that writes `out`."""
+    """Return a function that writes `out`."""
     request = ("format=tread_wds", f"source={write_tread(tmp_path / 'in')}", f"out={tmp_path / 'out'}")
     return lambda: convert.main(composed(*request, config_name="convert"))
 
@@ -31,7 +31,7 @@ def test_a_second_writer_names_the_first_and_exits(tmp_path, write):
     assert [file.name for file in tmp_path.iterdir()] == ["in"]
 
 
-def test_what_a_killed_program_left_is_removed_by_the_next(tmp_path, write, monkeypatch):
+def test_the_next_program_removes_files_of_a_killed_one(tmp_path, write, monkeypatch):
     def kill(*_):
         raise KeyboardInterrupt
 
@@ -45,7 +45,7 @@ def test_what_a_killed_program_left_is_removed_by_the_next(tmp_path, write, monk
 
 
 @pytest.mark.slow
-def test_of_two_first_starts_one_writes_and_the_other_waits(tmp_path):
+def test_the_second_of_two_first_starts_waits(tmp_path):
     command = [sys.executable, "-c", DIGITS, str(tmp_path / "data/digits")]
     both = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in both:

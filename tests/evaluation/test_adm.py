@@ -272,7 +272,7 @@ def test_a_damaged_reference_is_refused_before_samples_are_drawn(tmp_path):
         def batches(self, batch_size, parts):
             raise AssertionError("a sample was drawn")
 
-    with pytest.raises(ValueError, match=r"4.png cannot be used: its mode is L"):
+    with pytest.raises(ValueError, match=r"4.png cannot be read: image mode L"):
         suite.score(Drawn(SAMPLES))
 
 
