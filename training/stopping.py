@@ -43,16 +43,16 @@ class StopRequest:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Treat signals as requests. Ignored signals (a script's `&` ignores Ctrl-C) stay ignored."""
-        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        after = {number: signal.signal(number, self._on_signal) for number in heard}
+        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        restored = {number: signal.signal(number, self._on_signal) for number in handled}
         try:
             yield
         except BaseException:
             if self._group is not None:  # a launcher ends all ranks when one fails: first print the error
-                after = dict.fromkeys(heard, signal.SIG_IGN)
+                restored = dict.fromkeys(handled, signal.SIG_IGN)
             raise
         finally:
-            for number, handler in after.items():
+            for number, handler in restored.items():
                 signal.signal(number, handler)
 
     def agreed(self, reserve_sec: float, now: bool = False) -> str:
