@@ -316,7 +316,7 @@ def test_a_row_that_is_not_finite_is_skipped_and_named(tmp_path):
     weights = load_file(tmp_path / "run/model/diffusion_pytorch_model.safetensors")
     assert all(weight.isfinite().all() for weight in weights.values())
     diverging = ("train=full", "lr=1e30", "total_steps=20", "num_held_out=10")
-    with pytest.raises(SystemExit, match=r"no finite loss or gradient in 10 or more steps in a row, from"):
+    with pytest.raises(SystemExit, match=r"no finite loss or gradient in 10 or more consecutive steps, f"):
         run(tmp_path, *diverging, output="diverged")
 
 

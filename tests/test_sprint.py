@@ -74,7 +74,7 @@ def shaped(name, *shape):
     return lambda state: state.update({name: torch.zeros(shape)})
 
 
-NO_DIT, NOT_AS = "does not have the names and shapes of a DiT", r" is \({}\), not as in SPRINT's networks"
+NO_DIT, NOT_AS = "does not have the names and shapes of a DiT", r" is \({}\), which does not fit SPRINT's"
 PATCHES, FIRST = "x_embedder.proj.weight", "blocks.2.attn.qkv.weight"
 FUSION, BIAS = "renoise_linear.weight", "final_layer.linear.bias"
 REFUSED = {

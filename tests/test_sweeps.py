@@ -196,7 +196,7 @@ def test_a_sweeper_is_told_the_newest_value_of_a_metric(tmp_path):
     lines = [{"step": 1, "val_loss_dense": 3.0}, {"step": 2, "val_loss_dense": 2.0}, {"step": 2, "loss": 1.0}]
     run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert run.newest("val_loss_dense") == 2.0
-    with pytest.raises(ValueError, match=r"metrics.jsonl has no number val_los: did you mean val_loss"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl has no value of val_los: did you mean val_loss"):
         run.newest("val_los")
 
 

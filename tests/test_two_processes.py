@@ -246,7 +246,7 @@ def test_a_run_says_what_another_number_of_processes_means(folder):
 
 def test_micro_batches_that_new_processes_cannot_share_become_smaller(folder):
     start = json.loads((folder / "smaller/manifest.json").read_text())["starts"][1]
-    change = "micro_batch_size 8 -> 4: noise, dropped labels and tokens are other draws from here on"
+    change = "micro_batch_size 8 -> 4: noise, dropped labels and tokens differ from this step on"
     assert change in start["changes"]
     assert metrics(folder / "smaller")[-1]["step"] == 3
 

@@ -114,7 +114,7 @@ def test_each_combination_of_lightningdits_switches_is_right_or_refused(rope, sw
         assert open_weights_file(tmp_path / "file.pt", "sit").experiment.model_node.arguments["depth"] == 1
         return
     for read in (partial(open_weights_file, objective="sit"), partial(load_weights, small_dit())):
-        with pytest.raises(ValueError, match=r"without RoPE|the model has|is not of the rotary positions"):
+        with pytest.raises(ValueError, match=r"without RoPE|the model has|differs from the model's rotary"):
             read(tmp_path / "file.pt")
 
 
@@ -167,13 +167,13 @@ MOMENTS = {"state": {i: {"exp_avg": torch.zeros(3), "step": 1} for i in range(20
         ({"ema": STATE, "model": {**NET.state_dict(), "projectors.0.weight": torch.ones(3)}}, "ema"),
         ({name: tensor.to(torch.int8) for name, tensor in STATE.items()}, "is torch.int8, must be a dense"),
         ({name: tensor.to(torch.complex64) for name, tensor in STATE.items()}, "must be a dense"),
-        ({name: tensor.to_sparse() for name, tensor in STATE.items()}, "must be a dense tensor"),
-        ({"ema_model": STATE, "step": 4}, r"must hold named tensors, .*: it has ema_model, step$"),
+        ({name: tensor.to_sparse() for name, tensor in STATE.items()}, "must be a dense floating-point"),
+        ({"ema_model": STATE, "step": 4}, r"must contain named tensors, .*: it has ema_model, step$"),
         ({"state_dict": {**STATE, "net.pos_embed": STATE["module.pos_embed"]}},
-         "has module.pos_embed and net.pos_embed, both of which are pos_embed: keep one"),
+         "has module.pos_embed and net.pos_embed, both named pos_embed here: keep one"),
         ({"state_dict": {**STATE, "model_ema.pos_embed": STATE["module.pos_embed"]}},
          r"weights do not match the model: model_ema.pos_embed is \(1, 16, 32\), the model has None"),
-        ({**STATE, "model._orig_mod.pos_embed": STATE["module.pos_embed"]}, "both of which are pos_embed"),
+        ({**STATE, "model._orig_mod.pos_embed": STATE["module.pos_embed"]}, "both named pos_embed here"),
         ({**NET.state_dict(), "blocks.0.mlp.w12.bias2": torch.zeros(32)}, "has SwiGLU without RoPE"),
         ({**NET.state_dict(), "blocks.0.attn.q_norm.weight": torch.ones(8)}, r"q_norm.weight is \(8,\)"),
     ],
@@ -213,7 +213,7 @@ ROLLED = {"feat_rope.freqs_sin": public(switches=SWITCHES, depth=1).feat_rope.fr
         ({}, WIDE, None, "edm", "hidden_size=400 must be a published width"),
         ({}, {"x_embedder.proj.weight": None}, None, "edm", "does not have the names and shapes of a DiT"),
         ({"switches": SWITCHES}, ROLLED, None, "sit",
-         r"feat_rope\.freqs_sin is not of the rotary positions of the model"),
+         r"feat_rope\.freqs_sin differs from the model's rotary positions"),
         ({"num_rows": 1000}, {}, None, "sit", "1000 rows of labels are 1000 classes, or 999 and the null"),
         ({"num_rows": 10}, {}, None, "sit", "give latents=FOLDER, whose manifest has num_classes"),
         ({"num_rows": 11}, {}, 12, "sit", "11 rows of labels must be num_classes=12, from the file, or"),

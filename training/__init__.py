@@ -1,1 +1,1 @@
-"""The training loop and what surrounds it: the folder of a run, checkpoints, weight averages, trackers."""
+"""The training loop and its parts: the run's folder, checkpoints, the average of the weights, trackers."""

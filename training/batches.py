@@ -18,14 +18,14 @@ Stored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]
 
 
 class MicroBatch(NamedTuple):
-    """What one forward takes, on the device."""
+    """Inputs of one forward pass, on the device."""
 
     x: torch.Tensor  # (N, C, H, W) clean latents
     class_labels: torch.Tensor | None  # (N,)
     masks: torch.Tensor | None  # (N, H, W) weights of the loss
     force_keep: torch.Tensor | None  # (N, T) tokens that must not bypass
-    num_forced: int  # the largest number of those in a sample of the global batch
-    generator: torch.Generator  # of all random draws
+    num_forced: int  # largest number of forced tokens in a sample of the global batch
+    generator: torch.Generator  # for all random draws
 
 
 @dataclass(eq=False, repr=False)
@@ -33,11 +33,11 @@ class Batches:
     """The endless stream of this rank's micro-batches.
 
     Args:
-        read: read(step) yields this rank's micro-batches (entries, labels, masks, num_forced) from a step on.
-        entries: entries(step) are those of the global batch after so many steps, in its order.
-        to_latents: turns stored entries into what the network sees, with a generator for what it draws.
-        token_mask: turns masks (N, H, W) into the tokens (N, T) that must not bypass; None without masks.
-        check_std: is called with the standard deviation of the first micro-batch of a run.
+        read: read(step) yields this rank's micro-batches (entries, labels, masks, num_forced) from `step` on.
+        entries: entries(step) returns the entries of the global batch of a step (from 0), in order.
+        to_latents: to_latents(entries, generator) converts stored entries to the network's input.
+        token_mask: converts masks (N, H, W) to the tokens (N, T) that must not bypass; None: no masks.
+        check_std: called with the standard deviation of the first micro-batch of a run.
     """
 
     launch: Launch
@@ -51,23 +51,24 @@ class Batches:
     micro_batch_size: int
 
     def __post_init__(self) -> None:
-        # This rank's micro-batches of a step, and the places of their samples in the global batch.
+        # Indices of this rank's micro-batches and samples within the global batch.
         num_micro_batches = self.batch_size // self.micro_batch_size
         self.indices = range(self.launch.rank, num_micro_batches, self.launch.world_size)
-        self.places = torch.arange(self.batch_size).view(-1, self.micro_batch_size)[self.indices].flatten()
+        samples = torch.arange(self.batch_size).view(-1, self.micro_batch_size)
+        self.sample_indices = samples[self.indices].flatten()  # (S,)
 
     def from_step(self, step: int) -> Iterator[Iterator[MicroBatch]]:
-        """Yield the micro-batches of each step from `step` on, without end."""
+        """Yield the micro-batches of each step, from `step` on, without end."""
         stored = iter(self.read(step))
         for now in count(step):
-            yield self._of_step(now, stored)
+            yield self._micro_batches(now, stored)
 
     def generator(self, step: int, index: int) -> torch.Generator:
-        """Seed a generator for micro-batch `index` of the global batch of a step."""
+        """Return a seeded generator for micro-batch `index` of the global batch of a step."""
         state = np.random.SeedSequence([self.seed, step, index]).generate_state(1, np.uint64)
         return torch.Generator(self.launch.device).manual_seed(int(state[0]))
 
-    def _of_step(self, step: int, stored: Iterator[Stored]) -> Iterator[MicroBatch]:
+    def _micro_batches(self, step: int, stored: Iterator[Stored]) -> Iterator[MicroBatch]:
         for index in self.indices:
             entries, labels, masks, num_forced = next(stored)
             labels, masks = (
@@ -76,6 +77,6 @@ class Batches:
             generator = self.generator(step, index)
             x = self.to_latents(entries.to(self.launch.device, non_blocking=True), generator)
             if step == index == 0:
-                self.check_std(x.std())  # SYNC: once in a run
+                self.check_std(x.std())  # SYNC: once per run
             force_keep = None if masks is None or self.token_mask is None else self.token_mask(masks)
             yield MicroBatch(x, labels, masks, force_keep, num_forced, generator)

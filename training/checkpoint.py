@@ -1,8 +1,8 @@
-"""Checkpoints: tensors and plain types only, written beside their place and renamed when they are complete.
+"""Checkpoints: tensors and plain types only. They are written to a hidden folder and renamed once complete.
 
 A checkpoint is a folder `step_00001000` with `net.safetensors`, `ema.safetensors` (the weights to sample
-from, usable on their own), `optimizer.safetensors`, `state.json`, and `SHA256SUMS`, against which these four
-are checked before they are used (`sha256sum -c SHA256SUMS` does the same by hand).
+from, usable on their own), `optimizer.safetensors`, `state.json` and `SHA256SUMS`. The first four files are
+checked against `SHA256SUMS` before use; `sha256sum -c SHA256SUMS` makes the same check by hand.
 """
 
 import json
@@ -26,9 +26,9 @@ MAX_SUMS_BYTES = 2**12
 
 
 class Part(Protocol):
-    """What a checkpoint keeps of a run: nested dictionaries of tensors and of what JSON knows.
+    """A stateful part of a run. Its state is a nested dictionary of tensors and JSON values.
 
-    Both methods are collective: all ranks call them in one order; all load what the first rank saved.
+    Both methods are collective: all ranks call them in the same order, and all load the first rank's state.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -41,8 +41,8 @@ class CheckpointFolder:
 
     Args:
         folder: `checkpoints/` of the run.
-        keep_last: how many of the newest are kept.
-        milestone_every: checkpoints at multiples of this many steps are never removed.
+        keep_last: number of newest checkpoints to keep.
+        milestone_every: checkpoints at multiples of this number of steps are never removed; None: none.
     """
 
     def __init__(self, folder: Path, keep_last: int, milestone_every: int | None, launch: Launch = ALONE):
@@ -50,12 +50,12 @@ class CheckpointFolder:
         self.launch = launch
 
     def save(self, step: int, parts: Mapping[str, Part]) -> None:
-        """Write a checkpoint of `step`, then remove those that are no longer kept.
+        """Write a checkpoint of `step`, then remove old ones.
 
-        The tensors of a part are in NAME.safetensors, all else in state.json.
+        The tensors of a part go to NAME.safetensors, everything else to state.json.
 
         Raises:
-            OSError: it could not be written, on any rank; what was there before is still there.
+            OSError: the checkpoint cannot be written; raised on all ranks. Earlier checkpoints are unchanged.
         """
         states = {name: part.state_dict() for name, part in parts.items()}
         self.launch.broadcast_from_main(lambda: self._write(step, states))  # also waits for the first rank
@@ -65,16 +65,16 @@ class CheckpointFolder:
         state = json.loads((checkpoint / STATE).read_text())
         for name, part in parts.items():
             file = checkpoint / f"{name}.safetensors"
-            part.load_state_dict(_together(load_file(file) if file.exists() else {}, state[name]))
+            part.load_state_dict(_merge(load_file(file) if file.exists() else {}, state[name]))
         return state["step"]
 
     def newest_intact(self, show: Callable[[str], None]) -> Path | None:
-        """Return the newest intact checkpoint, or None if there is none at all.
+        """Return the newest intact checkpoint, or None if the folder has no checkpoints.
 
-        Damaged ones are reported and renamed to `step_N.damaged`, so that nothing counts or uses them.
+        Damaged checkpoints are reported and renamed to `step_N.damaged`, so that nothing uses or counts them.
 
         Raises:
-            ValueError: there are checkpoints, and all are damaged.
+            ValueError: all checkpoints are damaged.
         """
         for _, path in reversed(steps_in(self.folder)):
             damage = damage_of(path)
@@ -83,9 +83,9 @@ class CheckpointFolder:
             aside = path.with_name(f"{path.name}.damaged")
             _remove(aside)
             path.rename(aside)
-            show(f"warning: {path} is damaged ({damage}): renamed, the checkpoint before it is used")
+            show(f"warning: {path} is damaged ({damage}): renamed; the previous checkpoint is used")
         if list(self.folder.glob("*.damaged")):
-            rule = "no intact checkpoint to resume from: start another with run_name=NAME"
+            rule = "no intact checkpoint to resume from: start a new run with run_name=NAME"
             raise ValueError(f"{self.folder}: {rule}")
         return None
 
@@ -95,11 +95,11 @@ class CheckpointFolder:
         for left_over in self.folder.glob(".step_*"):  # of a process that was killed
             _remove(left_over)
         try:
-            self.folder.mkdir(exist_ok=True)  # not its parents: a run folder that is gone is not made again
+            self.folder.mkdir(exist_ok=True)  # without parents: a removed run folder must not reappear
             partial.mkdir()
             rest: dict[str, Any] = {"step": step}
             for name, state in states.items():
-                tensors, rest[name] = _apart(state)
+                tensors, rest[name] = _split(state)
                 if tensors:
                     tensors = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
                     save_file(tensors, partial / f"{name}.safetensors")
@@ -108,47 +108,47 @@ class CheckpointFolder:
             (partial / SUMS).write_text("".join(sums))
             for path in (*partial.iterdir(), partial):
                 sync(path)
-        except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
+        except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
             shutil.rmtree(partial, ignore_errors=True)
             raise error if isinstance(error, OSError) else OSError(str(error)) from error
         _discard(final)
         partial.rename(final)
         sync(self.folder)
-        # The newest was just written, and newer ones that were damaged have been renamed.
+        # This one is the newest: damaged newer ones have been renamed.
         for step, path in steps_in(self.folder)[: -self.keep_last]:
             if not self.milestone_every or step % self.milestone_every:
                 _discard(path)
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of each complete checkpoint, oldest first."""
-    found = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("step_*")]
-    return sorted((int(match[1]), path) for match, path in found if match)
+    """Return (step, folder) of each complete checkpoint, oldest first."""
+    matches = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("step_*")]
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def latest_checkpoint(run_folder: Path) -> Path | None:
-    """The newest checkpoint of a run, or None."""
-    found = steps_in(run_folder / "checkpoints")
-    return found[-1][1] if found else None
+    """Return the newest checkpoint of a run, or None."""
+    checkpoints = steps_in(run_folder / "checkpoints")
+    return checkpoints[-1][1] if checkpoints else None
 
 
-def find_checkpoint(run_folder: Path, asked: str | None) -> Path:
-    """Find a checkpoint by step, name or path; None: the newest."""
-    found = steps_in(run_folder / "checkpoints")
-    if asked is None:
-        if not found:
+def find_checkpoint(run_folder: Path, name: str | None) -> Path:
+    """Find a checkpoint by its step, name or path; None: the newest."""
+    checkpoints = steps_in(run_folder / "checkpoints")
+    if name is None:
+        if not checkpoints:
             raise FileNotFoundError(f"run={run_folder} has no checkpoint yet")
-        return found[-1][1]
-    named = dict(found).get(int(asked)) if asked.isdigit() else None
-    for folder in (named, run_folder / "checkpoints" / asked, Path(asked)):
+        return checkpoints[-1][1]
+    by_step = dict(checkpoints).get(int(name)) if name.isdigit() else None
+    for folder in (by_step, run_folder / "checkpoints" / name, Path(name)):
         if folder and folder.is_dir():
             return folder
-    known = ", ".join(str(step) for step, _ in found)
-    raise FileNotFoundError(f"checkpoint={asked} not found: run={run_folder} has steps {known or 'none yet'}")
+    known = ", ".join(str(step) for step, _ in checkpoints)
+    raise FileNotFoundError(f"checkpoint={name} not found: run={run_folder} has steps {known or 'none yet'}")
 
 
 def damage_of(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
-    """The damage of files of a checkpoint, all by default; None if they are intact."""
+    """Describe the damage of files of a checkpoint (default: all files); None if they are intact."""
     sums = checkpoint / SUMS
     if not sums.is_file():
         return f"it has no {SUMS}"
@@ -156,24 +156,24 @@ def damage_of(checkpoint: Path, names: Iterable[str] | None = None) -> str | Non
         with sums.open("rb") as opened:
             lines = read_bounded(opened, MAX_SUMS_BYTES).decode().splitlines()
         digests = {name: digest for digest, name in (line.split("  ") for line in lines)}
-        names = digests.keys() | {STATE} if names is None else names  # its line is the last one
+        names = digests.keys() | {STATE} if names is None else names  # a truncated SUMS lacks it
         files = {name: checkpoint / name for name in sorted(names)}
         wrong = [n for n, file in files.items() if not file.is_file() or digests.get(n) != sha256(file)]
-    except (FileNotFoundError, ValueError) as error:  # others may pass, and say nothing of the files
+    except (FileNotFoundError, ValueError) as error:  # other OSErrors are not damage
         return str(error)
-    return f"{', '.join(wrong)} is not what was written" if wrong else None
+    return f"{SUMS} does not match {', '.join(wrong)}" if wrong else None
 
 
-def instead_of(damaged: Path, names: Iterable[str]) -> str:
-    """The newest checkpoint with intact files beside a damaged one, in words."""
+def intact_hint(damaged: Path, names: Iterable[str]) -> str:
+    """Name the run's newest checkpoint whose files are intact, for an error message about a damaged one."""
     for step, path in reversed(steps_in(damaged.parent)):
         if path != damaged and damage_of(path, names) is None:
-            return f"step {step} is intact, in {path}"
-    return "its run has no other that is intact"
+            return f"step {step} is intact: {path}"
+    return "the run has no other intact checkpoint"
 
 
 def _discard(checkpoint: Path) -> None:
-    """Remove a checkpoint; at no moment does a part of it look like one."""
+    """Hide a checkpoint, then remove it, so that a partly removed one never counts as a checkpoint."""
     if os.path.lexists(checkpoint):
         hidden = checkpoint.with_name(f".{checkpoint.name}.removed")
         checkpoint.rename(hidden)
@@ -187,26 +187,26 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _apart(state: Mapping[Any, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split nested dictionaries into tensors, by their keys joined by /, and the rest."""
+def _split(state: Mapping[Any, Any], prefix: str = "") -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Split a nested dictionary into tensors, named by their keys joined with /, and the rest."""
     tensors, rest = {}, {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             tensors[f"{prefix}{key}"] = value
         elif isinstance(value, dict):
-            inner, rest[key] = _apart(value, f"{prefix}{key}/")
+            inner, rest[key] = _split(value, f"{prefix}{key}/")
             tensors |= inner
         else:
             rest[key] = value
     return tensors, rest
 
 
-def _together(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) -> dict[Any, Any]:
-    """Undo `_apart`, after JSON has made text of keys that are numbers, as those of an optimizer are."""
+def _merge(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) -> dict[Any, Any]:
+    """Undo `_split`. Integer keys, as in an optimizer's state, are strings in JSON."""
     state = {int(key) if key.isdigit() else key: value for key, value in rest.items()}
     for key, value in state.items():
         if isinstance(value, dict):
             prefix = f"{key}/"
             inner = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-            state[key] = _together(inner, value)
+            state[key] = _merge(inner, value)
     return state | {name: tensor for name, tensor in tensors.items() if "/" not in name}

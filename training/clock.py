@@ -1,4 +1,4 @@
-"""What counts as training time, and what is reserved of a time limit."""
+"""Measure training time, and the time to reserve before a time limit."""
 
 import time
 from collections.abc import Iterator
@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 
-STEPS_IN_RESERVE = 5  # of the mean time
-END_SEC = 5.0  # for the end of the process itself, which takes 2 to 3 on a busy machine
+STEPS_IN_RESERVE = 5  # steps of mean duration
+END_SEC = 5.0  # for the process to exit, which takes 2 to 3 s on a busy machine
 STATE = ("train_time_sec", "evaluation_time_sec", "longest_sec")
 
 
 class Clock:
-    """Training time without saving and evaluating, the time of all evaluations, and the longest save and
-    evaluation so far.
-    """
+    """Training time without saves and evaluations, the time of all evaluations, and the longest of each."""
 
     def __init__(self, device: torch.device, guessed_save_sec: float):
         self.device = device
@@ -23,24 +21,24 @@ class Clock:
         self.longest_sec = {"save": guessed_save_sec, "evaluation": 0.0}
 
     def start(self) -> None:
-        """Start at the first step of this process."""
+        """Start counting, at the first step of this process."""
         self.resume()
         self._start = self._resumed
 
     def pause(self) -> None:
         """Stop counting training time."""
         if self.device.type == "cuda":
-            # SYNC: steps that are still queued belong to training, not to what follows.
+            # SYNC: steps that are still queued count as training time.
             torch.cuda.synchronize()
         self.train_time_sec += time.perf_counter() - self._resumed
 
     def resume(self) -> None:
-        """Count training time from here on."""
+        """Count training time again."""
         self._resumed = time.perf_counter()
 
     @contextmanager
     def timing(self, what: str) -> Iterator[None]:
-        """Time a `save` or an `evaluation`."""
+        """Time a block; `what` is "save" or "evaluation"."""
         start = time.perf_counter()
         yield
         took_sec = time.perf_counter() - start
@@ -49,10 +47,11 @@ class Clock:
             self.evaluation_time_sec += took_sec
 
     def reserve_sec(self, num_steps: int, evaluation: bool) -> float:
-        """Time that a few more steps, a save, perhaps an evaluation, and the end of the process may take.
+        """Return the time to reserve for a few more steps, a save, an optional evaluation and the exit.
 
         Args:
-            num_steps: done by this process.
+            num_steps: steps done by this process.
+            evaluation: True to include an evaluation.
         """
         mean_step_sec = (time.perf_counter() - self._start) / max(1, num_steps)
         reserve_sec = END_SEC + self.longest_sec["save"] + STEPS_IN_RESERVE * mean_step_sec
@@ -64,4 +63,4 @@ class Clock:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key in STATE:
             setattr(self, key, state[key])
-        self.longest_sec["evaluation"] = 0.0  # another machine, or other scores
+        self.longest_sec["evaluation"] = 0.0  # the machine or the scores may differ now

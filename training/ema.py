@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, in fp32, updated only when the optimizer stepped."""
+"""Exponential moving average of the weights, in fp32; skipped steps leave it unchanged."""
 
 from copy import deepcopy
 from typing import Any
@@ -11,9 +11,9 @@ class EMA:
     """Average a network's parameters.
 
     Args:
-        net: the network; it is copied, in eval mode. Call this before its blocks are compiled.
-        decay: weight of the past in each update.
-        warmup: start from a small decay: min(decay, (1 + s) / (10 + s)) after s updates.
+        net: the network. It is copied in eval mode; build the average before its blocks are compiled.
+        decay: weight of the old average in each update, in [0, 1).
+        warmup: start with a small decay: min(decay, (1 + s) / (10 + s)) after s updates.
     """
 
     def __init__(self, net: nn.Module, decay: float, warmup: bool):
@@ -25,7 +25,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, net: nn.Module, skipped: torch.Tensor) -> None:
-        """Move the average towards `net`, unless the step was skipped (0 or 1, 0-d, on the device)."""
+        """Move the average towards `net`, unless `skipped` is 1 (0 or 1, 0-d, on the device)."""
         decay = torch.full_like(self.num_updates, self.decay)
         if self.warmup:
             # beta_s = min(beta, (1 + s) / (10 + s))
@@ -37,7 +37,7 @@ class EMA:
         self.num_updates += 1 - skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """The averaged weights by the network's names, and the number of updates."""
+        """Return the averaged weights, under the network's names, and the number of updates."""
         return {**self.net.state_dict(), "num_updates": int(self.num_updates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

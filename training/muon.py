@@ -1,6 +1,6 @@
 """Muon for the matrices of the blocks, and AdamW for everything else. [Muon]
 
-[Muon] K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. It is meant for
+[Muon] K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. Muon is meant for
 hidden matrices, not for embeddings, outputs, biases and scales. Both optimizers share one learning rate: the
 update of Muon is scaled to the RMS of AdamW's (J. Liu et al., "Muon is Scalable for LLM Training", 2025).
 """
@@ -26,16 +26,16 @@ def muon(
     """Split parameters by their names, and build an optimizer for each part.
 
     Args:
-        lr, weight_decay: of both.
-        matrices: a regular expression: Muon has the two-dimensional parameters in whose names it is found.
-        momentum, nesterov, ns_steps: of Muon; the last are Newton-Schulz iterations.
-        betas, eps: of AdamW.
+        lr, weight_decay: used by both.
+        matrices: regular expression; Muon optimizes the two-dimensional parameters whose names it matches.
+        momentum, nesterov, ns_steps: used by Muon; ns_steps is the number of Newton-Schulz iterations.
+        betas, eps: used by AdamW.
     """
-    of_muon, others = [], []
+    muon_parameters, others = [], []
     for name, parameter in named_parameters:
         is_matrix = parameter.ndim == 2 and re.search(matrices, name)
-        (of_muon if is_matrix else others).append((name, parameter))
+        (muon_parameters if is_matrix else others).append((name, parameter))
     options = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
     options |= {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
     adamw = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, "fused": True}
-    return {"muon": torch.optim.Muon(of_muon, **options), "adamw": torch.optim.AdamW(others, **adamw)}
+    return {"muon": torch.optim.Muon(muon_parameters, **options), "adamw": torch.optim.AdamW(others, **adamw)}

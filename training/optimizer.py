@@ -1,7 +1,7 @@
-"""Any optimizer of torch, or several side by side: steps that the device can skip, and a warm-up.
+"""One or more optimizers of torch, with steps that the device can skip and a learning rate warm-up.
 
-A skipped step leaves weights, state and step counters as they were, to the bit, and the host does not wait to
-hear of it.
+A skipped step leaves weights, state and step counters bitwise unchanged. The host does not wait to learn
+whether a step is skipped.
 """
 
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ class Optimizer:
     """Step one or more optimizers of torch.
 
     Args:
-        built: an optimizer, or several by name, each with parameters of its own: what a target of
-            `configs/optimizer/` returns for the named parameters of a network.
-        warmup_steps: in which the learning rates grow from 0 to their values.
+        built: an optimizer, or several by name, each with a different part of the parameters. This is what
+            a target of `configs/optimizer/` returns for the named parameters of a network.
+        warmup_steps: number of steps over which the learning rates rise linearly to their values; 0: none.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Optimizer:
         check_not_negative("optimizer.warmup_steps", warmup_steps)
         self.optimizers = dict(built) if isinstance(built, Mapping) else {"all": built}
         self.warmup_steps = warmup_steps
-        self.groups = [group for each in self.optimizers.values() for group in each.param_groups]
+        self.groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
         self.rates = [group["lr"] for group in self.groups]
         self._stepped: set[torch.Tensor] = set()
         for group in self.groups:
@@ -37,7 +37,7 @@ class Optimizer:
                 group["capturable"] = True  # step counters on the device
 
     def warm_up(self, step: int) -> None:
-        """Set the learning rates of a step, which depend on its number alone."""
+        """Set the learning rates of a step; they depend only on `step`."""
         if step <= self.warmup_steps:
             # lr_k = lr min(1, (k + 1) / warmup_steps) in step k = 0, 1, ...
             factor = min(1.0, (step + 1) / max(1, self.warmup_steps))
@@ -49,14 +49,14 @@ class Optimizer:
         """Apply the gradients, unless `skipped` (0 or 1, fp32, 0-d, on the device, the same on all ranks)."""
         moved = {p for group in self.groups for p in group["params"] if p.grad is not None}
         if not moved <= self._stepped:
-            # SYNC: at the first step of a process. Only a step makes a state: none could be restored.
+            # SYNC: at the first step of a process. The optimizers have no state yet that could be restored.
             if skipped.item():
                 return
             self._stepped |= moved
         for optimizer in self.optimizers.values():
             if optimizer.defaults.get("fused"):
-                # What torch.amp.GradScaler.step sets: fused kernels change nothing where it is 1.
-                optimizer.found_inf = skipped  # pyright: ignore (torch declares it nowhere)
+                # torch.amp.GradScaler.step sets this, too: fused kernels change nothing if it is 1.
+                optimizer.found_inf = skipped  # pyright: ignore (torch does not declare it)
                 optimizer.step()
             else:
                 _step_or_undo(optimizer, skipped)
@@ -67,12 +67,12 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state[name])
-        self.groups = [group for each in self.optimizers.values() for group in each.param_groups]
+        self.groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
 
 def _step_or_undo(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> None:
-    """Step, then put weights and state back where skipped, from copies that live as long as this call: after
-    the backward pass, whose activations took more.
+    """Step, then restore weights and state if `skipped` is 1. The copies exist only during this call, after
+    the activations, which are larger, are freed.
     """
     moved = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     weights = [_local(p).clone() for p in moved]
@@ -84,7 +84,7 @@ def _step_or_undo(optimizer: torch.optim.Optimizer, skipped: torch.Tensor) -> No
             now = optimizer.state[parameter][key]
             if isinstance(now, torch.Tensor) and now.device == skipped.device:
                 _restore(now, before, skipped)
-            elif skipped.item():  # SYNC: where torch itself counts on the host (Adagrad, Adafactor)
+            elif skipped.item():  # SYNC: torch counts on the host (Adagrad, Adafactor)
                 optimizer.state[parameter][key] = before
 
 
@@ -98,5 +98,5 @@ def _copy(value: Any) -> Any:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor on this rank; other tensors as they are."""
+    """Return this rank's part of a DTensor; other tensors unchanged."""
     return getattr(tensor, "to_local", lambda: tensor)()

@@ -1,4 +1,4 @@
-"""What a run reports: to `metrics.jsonl`, a tracker, and the terminal. None of them can stop it."""
+"""Report a run's progress to `metrics.jsonl`, a tracker and the terminal. None of them can stop the run."""
 
 import json
 import os
@@ -15,58 +15,58 @@ from runtime.launch import Launch
 from training.run_folder import RunFolder
 from training.trackers import CLOSE_WITHIN_SEC, BackgroundTracker, Tracker
 
-LEVEL = "/t="  # of noise, in the key of a held-out loss
-HURRIED_SEC = 5.0  # for the tracker, where the run was asked to stop
+LEVEL = "/t="  # marks the noise level in the key of a held-out loss
+STOPPING_SEC = 5.0  # for the tracker to close, in a run that stops early
 
 
 class MetricsFile:
     """Append one JSON object per log point to `metrics.jsonl`.
 
-    On a full disk lines are kept, in memory and in checkpoints, and written as soon as there is room.
+    If the disk is full, lines wait in memory and in checkpoints until there is room.
 
     Args:
-        size: bytes to cut an existing file back to: what follows belongs to steps that will be run again.
-        waiting: lines that were not written when `size` was measured.
+        size: number of bytes to keep of an existing file; later lines belong to steps that will be repeated.
+        waiting: lines that were not written yet when `size` was measured.
     """
 
     def __init__(self, path: Path, size: int = 0, waiting: str = "", show: Callable[[str], None] = print):
         self.path, self.show = path, show
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        found = os.fstat(self._descriptor).st_size
+        current_size = os.fstat(self._descriptor).st_size
         self._size, self._waiting, self._warned = size, waiting.encode(), False
-        if found < size:
-            show(f"warning: {path} has {found} bytes, {size} at the checkpoint: lines before it are missing")
-            self._size = os.pread(self._descriptor, found, 0).rfind(b"\n") + 1  # to the last complete line
-        if found > self._size:
+        if current_size < size:
+            show(f"warning: {path} has {current_size} bytes, {size} at the checkpoint: lines are missing")
+            self._size = os.pread(self._descriptor, current_size, 0).rfind(b"\n") + 1  # complete lines only
+        if current_size > self._size:
             os.ftruncate(self._descriptor, self._size)
         self._write()
 
     def log(self, values: dict[str, Any], step: int) -> None:
-        """Write a line, or keep it until there is room."""
+        """Write a line, or keep it until the disk has room."""
         for key, value in values.items():
             if value is not None and finite(value) is None:
-                self.show(f"warning: {key}={value} of step {step} is not finite: null in {self.path}")
+                self.show(f"warning: {key}={value} at step {step} is not finite; {self.path} has null")
         self._waiting += (json.dumps(finite({"step": step, **values})) + "\n").encode()
         self._write()
 
     def flush(self) -> None:
-        """Write the lines that wait."""
+        """Write the waiting lines."""
         num_written = 0
         try:
             while num_written < len(self._waiting):
-                # At an offset, not at the end: what an earlier attempt left there is overwritten.
+                # Write at an offset to overwrite what a failed attempt left.
                 rest, offset = self._waiting[num_written:], self._size + num_written
                 num_written += os.pwrite(self._descriptor, rest, offset)
         except OSError as error:
-            kept = "its lines are kept, in checkpoints too, until there is room"
+            kept = "unwritten lines are kept in memory and in checkpoints until there is room"
             raise OSError(f"{self.path}: {error}; {kept}") from error
-        finally:  # a line that was written in part is written again
+        finally:  # a partly written line is written again
             complete = self._waiting.rfind(b"\n", 0, num_written) + 1
             self._size, self._waiting = self._size + complete, self._waiting[complete:]
         self._warned = False
 
     def state(self) -> dict[str, Any]:
-        """The state to open the file with again, once its content is on the disk."""
+        """Sync the file, and return the arguments that reopen it in this state."""
         if not self._waiting:
             os.fsync(self._descriptor)
         return {"size": self._size, "waiting": self._waiting.decode()}
@@ -84,7 +84,7 @@ class MetricsFile:
 
 
 class Recorder:
-    """Write and show what a run does; on ranks other than the first, nothing."""
+    """Log a run's values and show its progress. Only the first rank writes and prints."""
 
     def __init__(self, launch: Launch, folder: RunFolder):
         self.launch, self.folder = launch, folder
@@ -94,13 +94,13 @@ class Recorder:
         self._kept = {"size": 0, "waiting": ""}
 
     def open(self, tracker: Tracker | None, config: dict[str, Any]) -> None:
-        """Start to write, after what belongs to the loaded checkpoint."""
+        """Open the metrics file, cut back to the loaded checkpoint, and start the tracker."""
         self.metrics_file = MetricsFile(self.folder.metrics_file, **self._kept, show=self.show)
         self.tracker = None if tracker is None else BackgroundTracker(tracker, self.show, config)
 
     def log(self, step: int, num_images: int, values: Mapping[str, Any]) -> None:
-        """Write a line of values of a step; a tracker gets their numbers and pictures."""
-        self.check_place()  # a tracker would make the folder again where it was
+        """Write a line of values; the tracker gets numbers and pictures."""
+        self.check_place()  # a tracker would create a moved folder again
         if self.metrics_file and (line := without_pictures(values)):
             self.metrics_file.log({"num_images": num_images, **line}, step)
         if self.tracker:
@@ -108,7 +108,7 @@ class Recorder:
             self.tracker.log({"num_images": num_images, **shown}, step)
 
     def note(self, fields: dict[str, Any]) -> None:
-        """Write fields into the manifest, if there is room."""
+        """Write fields to the manifest; a full disk is a warning."""
         try:
             if self.launch.is_main:
                 self.folder.update(fields)
@@ -129,37 +129,37 @@ class Recorder:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Show what is done instead of training."""
+        """Show an activity other than training in the progress bar."""
         self.bar.set_description(what)
         yield
         self.bar.set_description("train")
 
     def check_place(self) -> None:
-        """Raise Moved, on all ranks, if the folder was moved or removed."""
+        """Raise Moved on all ranks if the folder was moved or removed."""
         self.launch.broadcast_from_main(self.folder.check_place)
 
     @property
     def closing_sec(self) -> float:
-        """How long a hurried `close` may take."""
-        return HURRIED_SEC if self.tracker else 0.0
+        """Longest duration of `close` in a run that stops early."""
+        return STOPPING_SEC if self.tracker else 0.0
 
-    def close(self, hurried: bool) -> None:
-        """Close the file, and wait for the tracker; a few seconds only if the run was asked to stop."""
+    def close(self, stopping: bool) -> None:
+        """Close the file and the tracker; wait for the tracker only a few seconds if the run stops early."""
         if self.metrics_file:
             self.metrics_file.close()
         if self.tracker:
-            self.tracker.close(HURRIED_SEC if hurried else CLOSE_WITHIN_SEC)
+            self.tracker.close(STOPPING_SEC if stopping else CLOSE_WITHIN_SEC)
 
     def state_dict(self) -> dict[str, Any]:
-        """The size of the file, and the lines that are not in it yet."""
+        """Return the size of the file and its waiting lines."""
         file = self.metrics_file
         return self.launch.broadcast_from_main(file.state if file is not None else lambda: self._kept)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the file cut back to a checkpoint when it is opened."""
+        """Set the size to which `open` cuts the file back."""
         self._kept = state
 
 
 def without_pictures(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a line of text can hold."""
+    """Return the values that JSON can hold."""
     return {key: value for key, value in values.items() if not isinstance(value, np.ndarray)}

@@ -1,4 +1,4 @@
-"""The folder of a run: its configuration and manifest, who may write to it, and what may resume it."""
+"""The folder of a run: configuration, manifest, lock, and the check that a resume gives the same results."""
 
 import json
 import os
@@ -14,30 +14,30 @@ from runtime.launch import ALONE, Launch
 from runtime.lock import Busy, Lock
 from runtime.provenance import flatten
 
-START = ("command", "commit", "source_sha256", "num_processes", "changes")  # recorded of every start of a run
-# Workers of a run that was killed keep its lock for a few seconds.
+START = ("command", "commit", "source_sha256", "num_processes", "changes")  # recorded at every start of a run
+# Workers of a killed run keep its lock for a few seconds.
 LOCK_WITHIN_SEC = 5.0
 MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH = 2**16, 20
 
-# What a resumed run may change: none of it changes the weights that a step gives.
+# Keys that a resumed run may change: they do not affect the weights.
 FREE_KEYS = ("run_name", "output_dir", "wait", "decoding", "data.encoder", "model.gradient_checkpointing")
 FREE_KEYS += ("sweep_metric", "evaluation", "guidance", "sampler", "tracker")
 FREE_OF_TRAIN = ("log_every", "save_every", "eval_every", "sample_every", "keep_last", "milestone_every")
 FREE_OF_TRAIN += ("total_steps", "max_time_sec", "max_skipped_steps", "num_workers", "keep_freed_memory")
 FREE_OF_TRAIN += ("check_resources", "check_speed")
 FREE_KEYS += tuple(f"train.{key}" for key in FREE_OF_TRAIN)
-# What a resumed run must not change where it scores its samples: a score must mean the same all along.
+# Keys that a resumed run may not change if it scores samples: its scores must stay comparable.
 SCORING_KEYS = ("decoding", "evaluation", "guidance", "sampler")
-# What a resume with another of these does to the numbers.
+# Effects of a change on the numbers of a resumed run.
 EFFECTS = {
     "num_processes": "sums are rounded differently",
-    "micro_batch_size": "noise, dropped labels and tokens are other draws from here on",
+    "micro_batch_size": "noise, dropped labels and tokens differ from this step on",
     "code": "results may differ",
 }
 
 
 class Moved(OSError):
-    """The folder of a run is no longer where the run was started."""
+    """The run's folder was moved or removed."""
 
 
 class RunFolder:
@@ -50,7 +50,7 @@ class RunFolder:
         self.failure_file, self._lock = self.path / ".failure.json", None
 
     def manifest(self) -> dict[str, Any]:
-        """Read the manifest; empty before the run has started."""
+        """Read the manifest; empty if the run has not started."""
         if not self.manifest_file.is_file():
             return {}
         manifest = read_json(self.manifest_file)
@@ -59,12 +59,12 @@ class RunFolder:
         return manifest
 
     def config(self) -> dict[str, Any]:
-        """Read the configuration of a run, which may come from anywhere."""
+        """Read the configuration safely: the run may come from an untrusted source."""
         try:
             with self.config_file.open("rb") as opened:
                 text = read_bounded(opened, MAX_CONFIG_BYTES).decode()
             _check_events(yaml.parse(text, yaml.CSafeLoader))
-            config = yaml.load(text, yaml.CSafeLoader)  # in pure Python many brackets take minutes
+            config = yaml.load(text, yaml.CSafeLoader)  # pure Python takes minutes for many brackets
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise ValueError(f"{self.config_file} is damaged: {' '.join(str(error).split())}") from error
         if not isinstance(config, dict):
@@ -72,14 +72,14 @@ class RunFolder:
         return config
 
     def check_started(self) -> None:
-        """Raise a FileNotFoundError unless a run was started here."""
+        """Raise FileNotFoundError unless a run was started in this folder."""
         if file := self._missing_file():
-            known = [found.parent.name for found in self.path.parent.glob("*/manifest.json")]
+            known = [file.parent.name for file in self.path.parent.glob("*/manifest.json")]
             hint = did_you_mean(str(self.path), known)
             raise FileNotFoundError(f"run={self.path} is not a run directory (no {file}){hint}")
 
     def has_results(self) -> bool:
-        """True if the folder has saved steps, or the record of some, which another run must not overwrite."""
+        """True if the folder has saved steps or a record of them, which another run must not overwrite."""
         if any(self.path.glob("checkpoints/step_*")):
             return True
         manifest = self.manifest()
@@ -90,20 +90,20 @@ class RunFolder:
         return manifest.get("status") == "finished" and manifest.get("step") == total_steps
 
     def newest(self, key: str) -> float:
-        """The newest value of a metric; a ValueError if there is none."""
+        """Return the newest value of a metric; raise ValueError if it has none."""
         lines = [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
         values = [line[key] for line in lines if line.get(key) is not None]
         if not values:
             known = {name for line in lines for name in line}
-            raise ValueError(f"{self.metrics_file} has no number {key}{did_you_mean(key, known)}")
+            raise ValueError(f"{self.metrics_file} has no value of {key}{did_you_mean(key, known)}")
         return values[-1]
 
     def check(self, config: dict[str, Any], data: dict[str, Any]) -> None:
-        """Compare configuration and data with what the results in the folder were made from.
+        """Raise unless the configuration and data match the results in the folder.
 
         Raises:
-            FileNotFoundError, ValueError: they differ in something that changes the result, or its record is
-                missing.
+            ValueError: a difference changes the results.
+            FileNotFoundError: the results have no configuration or manifest.
         """
         if not self.has_results():
             return
@@ -114,33 +114,33 @@ class RunFolder:
             free_keys.remove("train.total_steps")
         if config["evaluation"] and any(key.startswith("evaluation.") for key in old):
             free_keys.difference_update(SCORING_KEYS)
-        elsewhere = "start this run elsewhere with run_name=NAME"
+        elsewhere = "choose another folder with run_name=NAME"
         changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
         changes = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed if not is_in(key, free_keys)]
         if changes:
             what = f"a run with another configuration ({'; '.join(changes)})"
-            raise ValueError(f"output_dir={self.path} holds {what}: {elsewhere}")
+            raise ValueError(f"output_dir={self.path} has {what}: {elsewhere}")
         if self.manifest()["data"]["fingerprint"] != data["fingerprint"]:
-            raise ValueError(f"output_dir={self.path} was started with other data: {elsewhere}")
+            raise ValueError(f"output_dir={self.path} has a run with other data: {elsewhere}")
 
     def check_complete(self) -> None:
-        """Raise a FileNotFoundError if results are there without their record."""
+        """Raise FileNotFoundError if the configuration or manifest is missing."""
         if file := self._missing_file():
-            rule = "put it back, or start this run elsewhere with run_name=NAME"
-            raise FileNotFoundError(f"output_dir={self.path} holds a run without its {file.name}: {rule}")
+            rule = "restore it, or choose another folder with run_name=NAME"
+            raise FileNotFoundError(f"output_dir={self.path} has a run without {file.name}: {rule}")
 
     def _missing_file(self) -> Path | None:
         return next((file for file in (self.config_file, self.manifest_file) if not file.is_file()), None)
 
     def lock(self, launch: Launch = ALONE, wait: bool = False) -> None:
-        """Lock the folder until the first process of this launch ends, however it ends.
+        """Lock the folder until the first process of this launch exits or is killed.
 
         Args:
-            wait: for the process that holds the lock; other ranks hear from the first one meanwhile.
+            wait: True to wait for the process that holds the lock.
 
         Raises:
             Busy: another process holds the lock.
-            OSError: the folder cannot be written to.
+            OSError: the folder is not writable.
         """
         announced = False
         while True:
@@ -148,7 +148,7 @@ class RunFolder:
                 return launch.broadcast_from_main(self._acquire)
             except Busy as error:
                 if not wait:
-                    raise Busy(f"{error}, or wait for that with wait=true") from error
+                    raise Busy(f"{error}, or wait for it with wait=true") from error
                 if not announced:
                     launch.print(f"wait=true: {error}")
                 announced = True
@@ -158,45 +158,44 @@ class RunFolder:
         self.failure_file.unlink(missing_ok=True)
 
     def unlock(self) -> None:
-        """Release the lock; a folder that was made for it and is empty is removed."""
+        """Release the lock; remove the folder if locking created it and it is empty."""
         if self._lock:
             self._lock.release()
             self._lock = None
 
     def check_place(self) -> None:
-        """Raise Moved if the folder that this process has locked was moved or removed."""
+        """Raise Moved if this process holds the lock and the folder was moved or removed."""
         if self._lock and not self._lock.is_in_place():
-            hint = "to resume from its newest checkpoint, run the same command with output_dir=ITS_NEW_PLACE"
-            raise Moved(
-                f"output_dir={self.path} (or its .lock) was moved or removed while it trained: {hint}"
-            )
+            hint = "to resume from its newest checkpoint, run the same command with output_dir=NEW_PATH"
+            raise Moved(f"output_dir={self.path} or its .lock was moved or removed during training: {hint}")
 
     def fail(self, rank: int, reason: str, details: dict[str, Any]) -> dict[str, Any]:
-        """Record why the run failed, and return what failed first: often another rank, whose end was this
-        one's. The rank with the lock writes the manifest.
+        """Record why this rank failed, and return the first failure of the run.
+
+        Another rank may have failed first and caused this one. The rank with the lock writes the manifest.
         """
         failure = {"process": rank, "reason": reason, **details}
-        own = self.path / f".failure_{rank}.partial"
+        rank_file = self.path / f".failure_{rank}.partial"
         try:
             self.check_place()
-            own.write_text(json.dumps(finite(failure)))
+            rank_file.write_text(json.dumps(finite(failure)))
             try:
-                os.link(own, self.failure_file)  # complete at once, and for one rank alone
+                os.link(rank_file, self.failure_file)  # atomic: only one rank succeeds
             except FileExistsError:
                 failure = json.loads(self.failure_file.read_text())
-            own.unlink()
+            rank_file.unlink()
             if self._lock:
                 self.update({"status": "failed", "failure": failure})
-        except OSError as error:  # no room even for this
+        except OSError as error:  # such as a full disk
             failure["reason"] += f" (not recorded in {self.manifest_file}: {error})"
         return failure
 
     def record_start(self, config: dict[str, Any], details: dict[str, Any], step: int) -> None:
-        """Write configuration and manifest of a run that starts or resumes at a step."""
+        """Write the configuration and manifest of a run that starts or resumes at `step`."""
         self.check_place()
         write_text(self.config_file, yaml.safe_dump(config, sort_keys=False))
         old = self.manifest() if step else {}
-        if not step:  # a start that saved nothing may have been of another configuration
+        if not step:  # an earlier start that saved nothing may have had another configuration
             for file in self.path.glob("samples/*.png"):
                 file.unlink()
         start = {"step": step, **{key: details[key] for key in START}}
@@ -205,18 +204,18 @@ class RunFolder:
         write_json(self.manifest_file, {**old, **details, **now})
 
     def update(self, fields: dict[str, Any]) -> None:
-        """Change fields of the manifest."""
+        """Update fields of the manifest."""
         self.check_place()
         write_json(self.manifest_file, {**self.manifest(), **fields})
 
 
 def is_in(key: str, groups: Iterable[str]) -> bool:
-    """True for a dotted key that is one of `groups`, or in one."""
+    """True if a dotted key is one of `groups` or inside one of them."""
     return any(key == group or key.startswith(f"{group}.") for group in groups)
 
 
 def _check_events(events: Iterator[yaml.Event]) -> None:
-    """Refuse what no run writes: aliases, a few of which fill all memory when nested; tags; depth."""
+    """Refuse YAML that no run writes: aliases (nested ones can fill the memory), tags, deep nesting."""
     depth = 0
     for event in events:
         if isinstance(event, yaml.AliasEvent):
@@ -225,11 +224,11 @@ def _check_events(events: Iterator[yaml.Event]) -> None:
             raise ValueError(f"it has the tag {tag}")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_CONFIG_DEPTH:
-            raise ValueError(f"it nests more than {MAX_CONFIG_DEPTH} deep")
+            raise ValueError(f"nested more than {MAX_CONFIG_DEPTH} levels deep")
 
 
 def depends_on_total_steps(config: dict[str, Any]) -> bool:
-    """True if a step depends on the total number of steps."""
+    """True if the routing of a step depends on train.total_steps."""
     return config["routing"]["schedule"] != "constant" or bool(config["routing"]["off_last_steps"])
 
 

@@ -1,4 +1,4 @@
-"""How long steps take, and whether routes save what their FLOPs promise."""
+"""Measure the duration of steps, and compare the speed-up of routes with the one predicted by FLOPs."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,63 +12,63 @@ import torch.nn as nn
 
 from training.recorder import Recorder
 
-MIN_SHARE = 0.8  # of the predicted speed-up
+MIN_SHARE = 0.8  # fraction of the predicted speed-up below which routes count as slow
 REPEATS = 7
-MAX_SPREAD = 1.3  # of repeats, the largest over the smallest without the extremes: beyond it, noise
-SWITCH_OFF = "(train.check_speed=false: never)"
-SLOW, NOISY = "less than the FLOPs promise", "too noisy to tell: is this machine busy?"
-PEAK_FLOPS = {  # bf16, dense, as NVIDIA specifies them
+MAX_SPREAD = 1.3  # largest over smallest speed-up of the repeats, without the extremes; above it: noise
+SWITCH_OFF = "(train.check_speed=false turns this off)"
+SLOW, NOISY = "less than the FLOPs predict", "too noisy to tell: is this machine busy?"
+PEAK_FLOPS = {  # bf16, dense, from NVIDIA's specifications
     "NVIDIA H200": 989e12,
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
 }
-PRODUCT_SIZES = {"cuda": 8192, "cpu": 1536}  # sides of matrices that keep a device busy
+PRODUCT_SIZES = {"cuda": 8192, "cpu": 1536}  # side of square matrices that keep a device busy
 
 
 def interleaved_seconds(
     functions: Mapping[Any, Callable[[], Any]], device: torch.device, repeats: int
 ) -> dict[Any, list[float]]:
-    """Time functions after one call to warm up, in turns: a busy machine slows all of them."""
+    """Time functions in turns, after a warm-up call each, so that a busy machine slows all of them."""
     times = {name: [] for name in functions}
     for repeat in range(repeats + 1):
         for name, function in functions.items():
             start = time.perf_counter()
             function()
             if device.type == "cuda":
-                torch.cuda.synchronize()  # SYNC: a function has ended when the device has
+                torch.cuda.synchronize()  # SYNC: wait for the device
             if repeat:
                 times[name].append(time.perf_counter() - start)
     return times
 
 
 def speedup(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Median over repeats of the ratio of times."""
+    """Return the median over repeats of the ratio of times."""
     return median(a / b for a, b in zip(slow, fast, strict=True))
 
 
 def fp32_slowdown(net: Any, device: torch.device, bf16: bool) -> float:
-    """Time of a matrix product outside bf16 autocast (on CUDA in TF32) over its time under it; 1 where no
-    block of the network runs outside.
+    """Return the time of a matrix product in fp32 (TF32 on CUDA) over its time in bf16; 1 if training does
+    not use bf16 autocast, or if no block of the network runs outside autocast.
     """
     if not (bf16 and net.flops([1] * len(net.routes)).fp32_training):
         return 1.0
     dtypes, size = (torch.bfloat16, torch.float32), PRODUCT_SIZES[device.type]
-    inside, outside = (product_flops_per_sec(device, dtype, size, REPEATS) for dtype in dtypes)
-    return inside / outside
+    bf16_flops, fp32_flops = (product_flops_per_sec(device, dtype, size, REPEATS) for dtype in dtypes)
+    return bf16_flops / fp32_flops
 
 
 @cache
 def product_flops_per_sec(device: torch.device, dtype: torch.dtype, size: int, repeats: int) -> float:
-    """FLOPs per second of matrix products, the best of several; measured once in a process."""
-    generator = torch.Generator(device).manual_seed(0)  # the run's own draws stay as they are
+    """Return the FLOPs per second of the fastest of several matrix products; measured once per process."""
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
     a, b = torch.randn(2, size, size, generator=generator, device=device).to(dtype)
     (seconds,) = interleaved_seconds({"product": lambda: a @ b}, device, repeats).values()
     return 2 * size**3 / min(seconds)
 
 
 def specified_peak(device: torch.device, bf16: bool) -> float | None:
-    """FLOPs per second that a device is specified for in bf16; None where unknown."""
+    """Return a device's specified FLOPs per second in bf16; None if unknown."""
     return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" and bf16 else None
 
 
@@ -80,7 +80,7 @@ def micro_loss(
     device: torch.device,
     routing: Any,
 ) -> torch.Tensor:
-    """The losses (N,) of a micro-batch of zeros."""
+    """Return the losses (N,) of a micro-batch of zeros."""
     x = torch.zeros(num_samples, *net.latent_shape, device=device)
     labels = torch.zeros(num_samples, dtype=torch.int64, device=device) if net.num_classes else None
     generator = torch.Generator(device).manual_seed(0)
@@ -88,12 +88,12 @@ def micro_loss(
 
 
 def no_sync(precond: Any) -> Any:
-    """Leave the gradients of other ranks alone in a backward pass."""
+    """Return a context in which a backward pass does not synchronise gradients."""
     return precond.net.no_sync() if hasattr(precond.net, "no_sync") else nullcontext()
 
 
 def most_graphs(num_lengths: int) -> int:
-    """Graphs of the blocks at most: one for each length, and another where a block runs in fp32."""
+    """Return the largest number of compiled graphs: one per length, and another if a block runs in fp32."""
     return 2 * num_lengths + 4
 
 
@@ -101,8 +101,8 @@ class SpeedCheck:
     """Compare the speed-up of the routes with what the cost model predicts.
 
     Args:
-        losses: losses(ratios) of a micro-batch at given ratios of the routes, by `precond`.
-        predict: the speed-up that the cost model promises at given ratios.
+        losses: losses(ratios) returns the losses of a micro-batch at these ratios of the routes.
+        predict: predict(ratios) returns the speed-up that the cost model predicts.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class SpeedCheck:
         self.device, self.recorder = device, recorder
 
     def __call__(self, ratios: tuple[float, ...]) -> None:
-        """Measure at the ratios of a step, record and show the result."""
+        """Measure the speed-up at `ratios`, record it and show it."""
         predicted = self.predict(ratios)
         if predicted == 1:
             return
         passes = f"{REPEATS + 1} dense and {REPEATS + 1} routed passes"
-        self.recorder.show(f"timing {passes} to compare the routes with their FLOPs {SWITCH_OFF}")
+        self.recorder.show(f"timing {passes} to compare the speed-up with the FLOPs {SWITCH_OFF}")
         steps = {"dense": partial(self._step, (0.0,) * len(ratios)), "routed": partial(self._step, ratios)}
         try:
             seconds = interleaved_seconds(steps, self.device, REPEATS)
@@ -131,17 +131,18 @@ class SpeedCheck:
             self.recorder.show(f"the speed-up was not measured: {reason}")
             return
         speedups = sorted(a / b for a, b in zip(seconds["dense"], seconds["routed"], strict=True))
-        kept = speedups[1:-1] or speedups  # a single stall is not noise
+        kept = speedups[1:-1] or speedups  # without the extremes: a single stall is not noise
         low, high = kept[0], kept[-1]
         verdict = SLOW if high < MIN_SHARE * predicted else ""
-        found = {"ratios": list(ratios), "predicted_speedup": predicted, "measured_speedup": median(speedups)}
-        found |= {"range": [low, high], "verdict": NOISY if high > MAX_SPREAD * low else verdict}
-        self.recorder.note({"speed_check": found})
+        record = {"ratios": list(ratios), "predicted_speedup": predicted}
+        record |= {"measured_speedup": median(speedups), "range": [low, high]}
+        record["verdict"] = NOISY if high > MAX_SPREAD * low else verdict
+        self.recorder.note({"speed_check": record})
         at = ", ".join(f"{ratio:g}" for ratio in ratios)
-        self.recorder.show(f"a forward and backward pass at ratio {at}: {describe_check(found)}")
+        self.recorder.show(f"a forward and backward pass at ratio {at}: {describe_check(record)}")
 
     def _step(self, ratios: tuple[float, ...]) -> None:
-        """Forward and backward of a micro-batch, without a trace."""
+        """Run forward and backward on a micro-batch, then clear the gradients."""
         try:
             with no_sync(self.precond):
                 self.losses(ratios).mean().backward()
@@ -149,9 +150,9 @@ class SpeedCheck:
             self.precond.zero_grad()
 
 
-def describe_check(found: Mapping[str, Any]) -> str:
-    """The record of a speed check in words."""
-    low, high = found["range"]
-    repeats, predicted = f"{low:.2f}x to {high:.2f}x", f"{found['predicted_speedup']:.2f}x by FLOPs"
-    said = f"{found['measured_speedup']:.2f}x as fast as a dense one (repeats: {repeats}; {predicted})"
-    return f"{said}; {found['verdict']}" if found["verdict"] else said
+def describe_check(record: Mapping[str, Any]) -> str:
+    """Describe the record of a speed check."""
+    low, high = record["range"]
+    repeats, predicted = f"{low:.2f}x to {high:.2f}x", f"predicted: {record['predicted_speedup']:.2f}x"
+    text = f"{record['measured_speedup']:.2f}x as fast as a dense one (repeats: {repeats}; {predicted})"
+    return f"{text}; {record['verdict']}" if record["verdict"] else text

@@ -1,4 +1,4 @@
-"""Weights of SPRINT's public code, by the names and in the layouts of `models.DiT`. [SPRINT]
+"""Convert weights of SPRINT's public code to the names and layouts of `models.DiT`. [SPRINT]
 
 Shapes: D channels of a token, C channels of the latent, p = PATCH_SIZE.
 """
@@ -8,8 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-# In every published network; a file says neither, and C * p * p alone.
-NUM_DENSE, PATCH_SIZE = 2, 2  # blocks before the sparse middle, and after it
+# Dense blocks before and after the sparse middle, and the patch size. A file does not record them, but every
+# published network has these values.
+NUM_DENSE, PATCH_SIZE = 2, 2
 STACKS = ("encoder", "middle", "decoder")
 BLOCK = re.compile(r"^(encoder|middle|decoder)_blocks\.(\d+)\.")
 
@@ -29,29 +30,29 @@ CONVERTED = {
 
 
 def from_sprint(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
-    """Rename and convert the tensors of a SPRINT file; those of other files are returned as they are.
+    """Rename and convert the tensors of a SPRINT file; return tensors of other files unchanged.
 
     Raises:
-        ValueError: other numbers of dense blocks, shapes of another network, or two names for one tensor.
+        ValueError: the number of dense blocks or a shape is not SPRINT's, or two tensors have the same name.
     """
-    if "renoise_linear.weight" not in tensors:  # the fusion, which no other code has
+    if "renoise_linear.weight" not in tensors:  # SPRINT's fusion layer: only its files have it
         return tensors
     blocks = {match.groups() for match in map(BLOCK.match, tensors) if match}
     num_encoder, num_middle, num_decoder = (sum(name == stack for name, _ in blocks) for stack in STACKS)
     if (num_encoder, num_decoder) != (NUM_DENSE, NUM_DENSE):
-        rule = f"has {num_encoder} encoder_blocks and {num_decoder} decoder_blocks"
-        raise ValueError(f"{file} {rule}, must be {NUM_DENSE} each, as in every published network of SPRINT")
+        counts = f"has {num_encoder} encoder_blocks and {num_decoder} decoder_blocks"
+        raise ValueError(f"{file} {counts}, must have {NUM_DENSE} each, like SPRINT's published networks")
     first = {"encoder": 0, "middle": NUM_DENSE, "decoder": NUM_DENSE + num_middle}
-    own = {}
+    converted = {}
     for name, tensor in tensors.items():
-        own_name = BLOCK.sub(lambda match: f"blocks.{first[match[1]] + int(match[2])}.", name)
+        new_name = BLOCK.sub(lambda match: f"blocks.{first[match[1]] + int(match[2])}.", name)
         for public, renamed in RENAMED.items():
-            own_name = re.sub(rf"^{public}\b", renamed, own_name)
-        if own_name in own:
-            raise ValueError(f"{file} has two tensors for {own_name}, {name} among them")
+            new_name = re.sub(rf"^{public}\b", renamed, new_name)
+        if new_name in converted:
+            raise ValueError(f"{file} has two tensors for {new_name}, one of them {name}")
         try:
-            own[own_name] = CONVERTED.get(own_name, Tensor.detach)(tensor)
+            converted[new_name] = CONVERTED.get(new_name, Tensor.detach)(tensor)
         except (IndexError, RuntimeError) as error:
             shape = tuple(tensor.shape)
-            raise ValueError(f"{file}: {name} is {shape}, not as in SPRINT's networks") from error
-    return own
+            raise ValueError(f"{file}: {name} is {shape}, which does not fit SPRINT's networks") from error
+    return converted

@@ -1,4 +1,4 @@
-"""Requests to save and end: Ctrl-C, signals of a scheduler, a time limit, a launcher that is gone."""
+"""Requests to save and stop: Ctrl-C, signals of a scheduler, a time limit, a launcher that has exited."""
 
 import os
 import signal
@@ -12,22 +12,22 @@ import psutil
 import torch
 import torch.distributed as dist
 
-# In order of precedence: where processes have several reasons, the last of them is reported.
+# In order of precedence: if ranks have different reasons, the last in this list is reported.
 TIME_LIMIT = "the time limit train.max_time_sec"
 INTERRUPT = "Ctrl-C"
 REASONS = ("", TIME_LIMIT, "the launcher is gone", "SIGUSR1", "SIGUSR2", "SIGTERM", INTERRUPT)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
-TICK_SEC, MAX_TICK_STEPS = 1.0, 20  # between two agreements of several ranks
-AFTER_THIS_STEP = b"\nCtrl-C: the run saves and stops after this step; another Ctrl-C ends it at once\n"
+TICK_SEC, MAX_TICK_STEPS = 1.0, 20  # interval at which several ranks agree
+AFTER_THIS_STEP = b"\nCtrl-C: the run saves and stops after this step; press Ctrl-C again to end it at once\n"
 # Variables that torchrun, accelerate and hydra/launcher=parallel set.
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION", "TREAD_PARALLEL_JOBS")
 
 
 class StopRequest:
-    """Whether the run is asked to save and end, agreed on by all ranks.
+    """A request to save and stop, on which all ranks agree.
 
     Args:
-        max_time_sec: since the start of this process; None: no limit.
+        max_time_sec: limit, counted from the start of this process; None: no limit.
     """
 
     def __init__(self, max_time_sec: float | None):
@@ -35,52 +35,52 @@ class StopRequest:
         self._ends = None if max_time_sec is None else started + max_time_sec
         self._launcher = os.getppid() if any(os.environ.get(name) for name in LAUNCHED) else None
         self._signal: str | None = None
-        self.has_trained = False  # set after the first step: before it, Ctrl-C has nothing to save
-        # A group of its own on the CPU: nothing waits for the device.
+        self.has_trained = False  # set after the first step; before it, Ctrl-C has nothing to save
+        # A separate group on the CPU: agreeing does not wait for the device.
         self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._tick_steps, self._num_calls, self._ticked = 1, 0, float("-inf")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take signals as requests, not as the end; ignored ones (by `&` in a script) stay ignored."""
-        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        after = {number: signal.signal(number, self._on_signal) for number in heard}
+        """Treat signals as requests. Ignored signals (a script's `&` ignores Ctrl-C) stay ignored."""
+        handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        restored = {number: signal.signal(number, self._on_signal) for number in handled}
         try:
             yield
         except BaseException:
-            if self._group is not None:  # a launcher ends all ranks when one fails: let each say why, first
-                after = dict.fromkeys(heard, signal.SIG_IGN)
+            if self._group is not None:  # a launcher ends all ranks when one fails: first print the error
+                restored = dict.fromkeys(handled, signal.SIG_IGN)
             raise
         finally:
-            for number, handler in after.items():
+            for number, handler in restored.items():
                 signal.signal(number, handler)
 
     def agreed(self, reserve_sec: float, now: bool = False) -> str:
-        """Return why all ranks stop here, or an empty string; called once a step, by all ranks.
+        """Return the reason to stop now, or an empty string. All ranks call this once per step.
 
-        Several ranks agree at ticks, a second of steps apart, and wait for nobody in between: after a signal
-        to one of them all stop within a second, or after the step where steps take longer.
+        Several ranks communicate at ticks, about a second apart, and not in between. After a signal to one
+        rank, all stop within a second, or after the current step if steps take longer.
 
         Args:
-            reserve_sec: what the next step and a save may take of the time that is left.
-            now: agree here, between two ticks: something long begins.
+            reserve_sec: time that the next step and a save may take.
+            now: True to agree now, between ticks, because something long follows.
         """
         if self._group is None:
-            return self._own(reserve_sec)
+            return self._local_reason(reserve_sec)
         self._num_calls += not now
         if self._num_calls < self._tick_steps and not now:
             return ""
         step_sec = (time.perf_counter() - self._ticked) / max(1, self._num_calls)
-        reason = REASONS.index(self._own(reserve_sec + TICK_SEC))
+        reason = REASONS.index(self._local_reason(reserve_sec + TICK_SEC))
         largest = torch.tensor([reason, step_sec], dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
         if not now:
-            # From numbers that all ranks share, so that all choose the same next tick.
+            # Computed from reduced values, so that all ranks choose the same next tick.
             steps = min(2 * self._tick_steps, MAX_TICK_STEPS, int(TICK_SEC / max(largest[1], 1e-6)))
             self._tick_steps, self._num_calls, self._ticked = max(1, steps), 0, time.perf_counter()
         return REASONS[int(largest[0])]
 
-    def _own(self, reserve_sec: float) -> str:
+    def _local_reason(self, reserve_sec: float) -> str:
         if self._signal:
             return self._signal
         if self._launcher is not None and os.getppid() != self._launcher:
@@ -93,18 +93,18 @@ class StopRequest:
         if number != signal.SIGINT:
             self._signal = signal.Signals(number).name
             return
-        signal.signal(number, signal.default_int_handler)  # the next one is not a request
+        signal.signal(number, signal.default_int_handler)  # the next Ctrl-C ends the run
         if not self.has_trained:
             raise KeyboardInterrupt
         self._signal = INTERRUPT
         if self._group is None or dist.get_rank() == 0:
-            os.write(2, AFTER_THIS_STEP)  # print() cannot be used in a handler that interrupts one
+            os.write(2, AFTER_THIS_STEP)  # print() is not reentrant
 
 
 def pass_on(reason: str) -> None:
-    """Have submitit, if it started this process, start it again: what its signal asks for, once all is saved.
+    """Let submitit, if it started this process, queue it again: raise its signal, now that all is saved.
 
-    On SIGTERM it is for the scheduler to say whether the job runs again.
+    After SIGTERM, the scheduler decides whether the job runs again.
     """
     if reason in (TIME_LIMIT, "SIGUSR2") and callable(signal.getsignal(signal.SIGUSR2)):
         signal.raise_signal(signal.SIGUSR2)

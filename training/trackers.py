@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, each in a thread of its own, where it cannot stop a run."""
+"""TensorBoard and Weights & Biases. A tracker runs in a background thread and cannot stop a run."""
 
 import hashlib
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Values = dict[str, float | np.ndarray]  # numbers, and pictures (height, width, 
 
 
 class Tracker(Protocol):
-    """Built before the training, used in a thread beside it: any error there only switches it off."""
+    """A tracker. It is built before training and used in a background thread; an error there disables it."""
 
     def open(self, config: dict[str, Any]) -> None: ...
 
@@ -27,7 +27,7 @@ class Tracker(Protocol):
 
 
 class BackgroundTracker:
-    """Run a tracker in a thread of its own, so that a slow or failing one costs the training nothing."""
+    """Run a tracker in a background thread, so that a slow or failing one does not affect training."""
 
     def __init__(self, tracker: Tracker, show: Callable[[str], None], config: dict[str, Any]):
         self._tracker, self.show, self._config = tracker, show, config
@@ -37,16 +37,16 @@ class BackgroundTracker:
         self._thread.start()
 
     def log(self, values: Values, step: int) -> None:
-        """Hand a line over."""
+        """Queue a line."""
         if not self._failed:
             self._lines.put((values, step))
 
     def close(self, within_sec: float = CLOSE_WITHIN_SEC) -> None:
-        """Wait for the lines that were handed over, `within_sec` at most."""
+        """Wait at most `within_sec` seconds for the queued lines."""
         self._lines.put(None)
         self._thread.join(within_sec)
         if self._thread.is_alive():
-            self._switch_off(f"it did not end within {within_sec:g} s")
+            self._switch_off(f"it did not finish within {within_sec:g} s")
 
     def _run(self) -> None:
         try:
@@ -54,7 +54,7 @@ class BackgroundTracker:
             while line := self._lines.get():
                 self._tracker.log(*line)
             self._tracker.close()
-        except Exception as error:  # whatever a service comes to: the training is worth more
+        except Exception as error:  # training continues, whatever fails
             self._switch_off(f"{type(error).__name__}: {error}")
 
     def _switch_off(self, reason: str) -> None:
@@ -69,8 +69,8 @@ class WandbTracker:
     """Weights & Biases.
 
     Args:
-        folder: of the run; it is the identity of the run, so that a resumed one continues its curves.
-        mode: `offline` writes files for a later `wandb sync`; `online` needs a login.
+        folder: the run's folder. It identifies the run, so that a resumed run continues its curves.
+        mode: `offline` writes files for a later `wandb sync`; `online` needs a login; or `disabled`.
     """
 
     def __init__(self, run_name: str, folder: str, project: str, mode: str):
@@ -84,11 +84,11 @@ class WandbTracker:
 
     def open(self, config: dict[str, Any]) -> None:
         self._run = self._init()
-        self._run.config.update(config, allow_val_change=True)  # a resumed run may have other intervals
+        self._run.config.update(config, allow_val_change=True)  # intervals may change on resume
 
     def log(self, values: Values, step: int) -> None:
         if not self._folder.is_dir():
-            raise FileNotFoundError(f"{self._folder} is gone")  # wandb would make it again for pictures
+            raise FileNotFoundError(f"{self._folder} no longer exists")  # wandb would create it again
         pictures = {key: self._picture(v) for key, v in values.items() if isinstance(v, np.ndarray)}
         self._run.log({**values, **pictures}, step=step)
 
@@ -105,11 +105,11 @@ class TensorBoardTracker:
         self._folder, self._writer_from, self._writer = Path(folder), partial(SummaryWriter, folder), None
 
     def open(self, config: dict[str, Any]) -> None:
-        self._config = config  # the writer is opened with the first line, whose step it needs
+        self._config = config  # the writer needs the first step: `log` opens it
 
     def log(self, values: Values, step: int) -> None:
-        self._folder.mkdir(exist_ok=True)  # not its parents, as the writer would: a run folder may be gone
-        # Points that an earlier start logged after the checkpoint are removed.
+        self._folder.mkdir(exist_ok=True)  # without parents, unlike the writer: the run's folder may be gone
+        # Purge points that an earlier start logged after the checkpoint.
         if self._writer is None:
             self._writer = self._writer_from(purge_step=step)
             rows = [f"| `{key}` | {value} |" for key, value in self._config.items()]

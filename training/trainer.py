@@ -1,6 +1,6 @@
 """The training loop.
 
-A run of N steps takes N + 1 turns: each first saves and evaluates the state that it finds, so that the last
+A run of N steps takes N + 1 turns. Each turn first saves and evaluates the current state, so that the last
 state takes the same path as the others.
 """
 
@@ -24,33 +24,34 @@ from training.speed import no_sync
 from training.stopping import StopRequest
 from training.window import NotFinite, Window, Work
 
-SLOW_DISK = 100e6  # bytes per second, assumed until the first save
+SLOW_DISK = 100e6  # bytes per second; assumed until the first save is measured
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Keys of the group train."""
+    """Keys of the group `train` that the loop uses."""
 
     total_steps: int
     log_every: int
     save_every: int
-    grad_clip: float | None  # largest norm of the gradient
-    max_skipped_steps: int  # in a row, that end the run
+    grad_clip: float | None  # largest gradient norm; None: no clipping
+    max_skipped_steps: int  # consecutive skipped steps that end the run
 
 
 @dataclass(eq=False, repr=False)
 class Trainer:
-    """Fit a preconditioned network to a stream of batches.
+    """Train a preconditioned network on a stream of batches.
 
     Args:
-        net: the network itself, whose weights are trained and saved.
-        precond: the preconditioning around the network, or around what synchronises its gradients.
+        net: the network, whose weights are trained and saved.
+        precond: the preconditioning around `net`, or around the wrapper of `net` that synchronises gradients.
         loss: loss(precond, x, class_labels, routing=, mask=, generator=) -> (N,).
-        ema: the average of the weights; None: there is none.
-        route_plan: a `routing.RoutePlan`: the routing of a step, and the tokens that bypass although forced.
-        evaluators: (interval in steps, evaluator): evaluator(step) -> {key: number or picture}.
-        speed_check: called with the ratios of the last step, at the first log point after a save where tokens
-            bypass: everything is compiled, and nothing is lost by a stop.
+        ema: the average of the weights; None: no average.
+        route_plan: a `routing.RoutePlan`: the routing of a step, and the number of forced tokens that bypass.
+        evaluators: pairs (interval in steps, evaluator); evaluator(step) -> {key: number or picture}.
+        work: FLOPs of an image, for the log; None: unknown.
+        speed_check: called once with the ratios of the last step, at the first log point after a save where
+            tokens bypass: by then everything is compiled, and a stop loses nothing.
     """
 
     launch: Launch
@@ -71,7 +72,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
-        # The weights, their average, and two numbers of the optimizer for each.
+        # Weights, their average, and two optimizer states per weight, in fp32.
         num_bytes = 4 * 4 * sum(parameter.numel() for parameter in self.net.parameters())
         self.clock = Clock(self.launch.device, num_bytes / SLOW_DISK)
         options = self.work, self.settings.log_every, self.settings.max_skipped_steps
@@ -80,12 +81,12 @@ class Trainer:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """What a checkpoint keeps."""
+        """The parts that a checkpoint saves."""
         names = ("net", "ema", "optimizer", "clock", "window", "recorder")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def resume_newest(self) -> None:
-        """Continue from the newest intact checkpoint, if there is one; the ranks agree on it."""
+        """Load the newest intact checkpoint, if the run has one; all ranks load the same."""
         newest = partial(self.checkpoints.newest_intact, self.recorder.show)
         if (checkpoint := self.launch.broadcast_from_main(newest)) is None:
             return
@@ -96,14 +97,14 @@ class Trainer:
             )
 
     def fit(self) -> str:
-        """Train until `total_steps`, or until asked to stop.
+        """Train until `total_steps`, or until a stop is requested.
 
         Returns:
-            Why it stopped before the end; empty at the end.
+            The reason for an early stop; empty if training finished.
 
         Raises:
-            NotFinite: too many steps in a row were skipped.
-            Moved: the folder of the run was moved or removed.
+            NotFinite: too many consecutive steps were skipped.
+            Moved: the run's folder was moved or removed.
             OSError: the last state cannot be saved.
         """
         batches = self.batches.from_step(self.step)
@@ -124,19 +125,19 @@ class Trainer:
                     self.clock.resume()
 
     def train_step(self, micro_batches: Iterable[MicroBatch]) -> None:
-        """Take one optimizer step on this rank's micro-batches; `step` is the caller's to count."""
+        """Take one optimizer step on this rank's micro-batches; the caller increments `step`."""
         self.net.train()
         num_micro_batches = len(self.batches.indices)
         loss, sample_losses = torch.zeros((), device=self.launch.device), []
         for number, batch in enumerate(micro_batches, start=1):
-            # The same for all micro-batches of a step.
+            # The same ratios for all micro-batches of a step.
             routing = self.route_plan.routing(self.step, batch.num_forced, batch.force_keep)
             self.ratios = routing.selection_ratio
             with nullcontext() if number == num_micro_batches else no_sync(self.precond):
                 options = {"routing": routing, "mask": batch.masks, "generator": batch.generator}
                 losses = self.loss(self.precond, batch.x, batch.class_labels, **options)
                 micro_loss = losses.mean() / num_micro_batches
-                # A loss that is not finite makes all gradients so: the step is skipped on all ranks.
+                # A loss that is not finite makes all gradients NaN, so that all ranks skip the step.
                 (micro_loss * torch.where(micro_loss.isfinite(), 1.0, torch.nan)).backward()
             loss += micro_loss.detach()
             sample_losses.append(losses.detach())
@@ -145,13 +146,13 @@ class Trainer:
         self.window.add_step(loss, *self.update_weights(), tuple(self.ratios), sample_losses)
 
     def update_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip, step and average the weights; return the norm of the gradient, and 1 if the step was skipped,
-        else 0 (0-d each).
+        """Clip the gradient, step, and update the average. Return the gradient norm before clipping, and 1 if
+        the step was skipped, else 0 (0-d each).
         """
         grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.settings.grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.settings.grad_clip, grad_norm)
-        # A step that is not finite is skipped on the device; the gradients are the same on all ranks.
+        # The device skips a step that is not finite. Gradients are the same on all ranks.
         skipped = (~grad_norm.isfinite()).float()
         self.optimizer.warm_up(self.step)
         self.optimizer.step(skipped)
@@ -161,15 +162,15 @@ class Trainer:
         return grad_norm, skipped
 
     def log_training(self) -> None:
-        """Write a line of the steps since the last one."""
+        """Log the steps since the last log point."""
         values = self.window.values()
         try:
-            found = self.window.report(self.step)
+            events = self.window.report(self.step)
         except NotFinite as error:
             self._log({**values, "skipped_steps": error.details["skipped_steps"]})
             raise
-        self._log({**values, **found})
-        for steps in found.values():
+        self._log({**values, **events})
+        for steps in events.values():
             for step in steps:
                 what = f"loss {step['loss']:.4g}, a spike" if "loss" in step else "skipped, not finite"
                 where = f"largest losses in entries {step['entries']}"
@@ -188,8 +189,8 @@ class Trainer:
             self.speed_check = None
 
     def _save_and_evaluate(self) -> str:
-        """Do what is due between two steps, and return why the run is to stop here, or an empty string."""
-        last, reason = self.step == self.settings.total_steps, self._asked_to_stop()
+        """Save and evaluate if due; return the reason to stop here, or an empty string."""
+        last, reason = self.step == self.settings.total_steps, self._stop_reason()
         due = [evaluator for every, evaluator in self.evaluators if self._is_due(every) or last]
         save = (self._is_due(self.settings.save_every) or last or reason) and self.step > self.saved_step
         unlogged = last and self.step % self.settings.log_every
@@ -199,16 +200,16 @@ class Trainer:
         if save:
             self._save(must=bool(last or reason))
         if unlogged and not reason:
-            self.log_training()  # after the save: a longer run resumes as if this had not been written
+            self.log_training()  # after the save, so that a longer run resumes without this line
         values = {}
         for evaluator in due:
-            # What is due and not done is done when the run resumes.
-            reason = reason or self._asked_to_stop(evaluation=True)
+            # After a stop, the remaining evaluators run when the run resumes.
+            reason = reason or self._stop_reason(evaluation=True)
             if reason:
                 if self.step > self.saved_step:
                     self._save(must=True)
                 return reason
-            self.recorder.check_place()  # evaluators write to the folder, too
+            self.recorder.check_place()  # evaluators write to the folder
             with self.recorder.doing("evaluate"), self.clock.timing("evaluation"):
                 values |= evaluator(self.step)
         numbers = without_pictures(values)
@@ -219,28 +220,28 @@ class Trainer:
             text = "  ".join(f"{key} {value:.4f}" for key, value in numbers.items())
             evaluation_sec, train_sec = self.clock.evaluation_time_sec, self.clock.train_time_sec
             share = evaluation_sec / (evaluation_sec + train_sec)
-            self.recorder.show(f"step {self.step}: {text}  ({share:.0%} of the run went into evaluations)")
+            self.recorder.show(f"step {self.step}: {text}  (evaluations took {share:.0%} of the run)")
         self.clock.resume()
         return reason
 
     def _is_due(self, every: int) -> bool:
         return self.step > 0 and self.step % every == 0
 
-    def _asked_to_stop(self, evaluation: bool = False) -> str:
+    def _stop_reason(self, evaluation: bool = False) -> str:
         reserve_sec = self.clock.reserve_sec(self.step - self.first_step, evaluation)
         return self.stop.agreed(reserve_sec + self.recorder.closing_sec, now=evaluation)
 
     def _save(self, must: bool) -> None:
-        """Save; if that fails and is no `must`, warn and continue: the disk may have room later."""
+        """Save; if that fails, raise if `must`, else warn and continue: the disk may have room later."""
         self.recorder.check_place()
         try:
-            # SYNC: everything comes to the host.
+            # SYNC: all tensors are copied to the host.
             with self.clock.timing("save"):
                 self.checkpoints.save(self.step, self.parts)
             self.saved_step = self.step
         except OSError as error:
-            last = self.saved_step and f"the last checkpoint is of step {self.saved_step}"
-            message = f"step {self.step} cannot be saved: {error}; {last or 'there is no checkpoint yet'}"
+            last = self.saved_step and f"the last checkpoint is step {self.saved_step}"
+            message = f"cannot save step {self.step}: {error}; {last or 'the run has no checkpoint yet'}"
             if must:
                 raise OSError(message) from error
-            self.recorder.show(f"warning: {message}. Training continues and will save again")
+            self.recorder.show(f"warning: {message}. Training continues and tries again at the next save")

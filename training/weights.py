@@ -1,4 +1,4 @@
-"""Weights from files: those of this project's checkpoints, and those that public code has saved."""
+"""Load weights from this project's checkpoints and from files of public code."""
 
 import argparse
 import re
@@ -12,28 +12,28 @@ import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 
 from runtime.arrays import load_stored
-from training.checkpoint import STEP_FOLDER, damage_of, instead_of, latest_checkpoint
+from training.checkpoint import STEP_FOLDER, damage_of, intact_hint, latest_checkpoint
 from training.sprint import from_sprint
 
 WRAPPERS = ("module.", "model.", "net.")
-COMPILED = "_orig_mod."  # stands wherever a part of a network was compiled
-# Where public code keeps weights in its files, averaged ones first: DiT, SiT, REPA and MaskDiT, TREAD.
+COMPILED = "_orig_mod."  # in the names of compiled modules
+# Entries under which public code (DiT, SiT, REPA, MaskDiT, TREAD) saves weights, averaged ones first.
 ENTRIES = ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict")
-AVERAGED = re.compile(r"ema|averag|(?<!exp_)avg|polyak|swa|shadow|teacher", re.IGNORECASE)  # of entries
-IGNORED = ("projectors.",)  # REPA: heads of an alignment, which samples do not need
+AVERAGED = re.compile(r"ema|averag|(?<!exp_)avg|polyak|swa|shadow|teacher", re.IGNORECASE)  # names of entries
+IGNORED = ("projectors.",)  # REPA's alignment heads, which sampling does not use
 SWIGLU = ".mlp.w12."
 RENAMED = {SWIGLU: ".mlp.fc1.", ".mlp.w3.": ".mlp.fc2."}  # LightningDiT
-ROPE = ("feat_rope.freqs_sin", "feat_rope.freqs_cos")  # tables (T, d) that networks here compute
-LEGACY = "decoder_blocks."  # REPA's earlier layout: the blocks after those of the alignment
+ROPE = ("feat_rope.freqs_sin", "feat_rope.freqs_cos")  # tables (T, d) that our networks compute
+LEGACY = "decoder_blocks."  # REPA's earlier layout: the blocks after the alignment
 LABEL_TABLE = "y_embedder.embedding_table.weight"
 
 
 class Weights(NamedTuple):
-    """Tensors of a file by the names of networks here, and what the file says of them.
+    """Tensors of a file under this project's names, and what the file records about them.
 
     Args:
-        entry: where in the file they were; None: at its top.
-        num_classes: that training scripts of public code save beside them; None: the file does not say.
+        entry: the entry of the file that holds them; None: its top level.
+        num_classes: number of classes that public training scripts record; None: not recorded.
     """
 
     file: Path
@@ -46,23 +46,21 @@ def load_weights(net: nn.Module, source: str | Path, label_table: bool = True) -
     """Load weights into a network, by name.
 
     Args:
-        source: a `.safetensors` file; a `.pt` or `.pth` file, read without executing code from it, of which
-            the first of `ENTRIES` is taken that is there; a checkpoint folder or a run folder, whose averaged
-            weights are taken. Names may carry the prefixes of wrappers (`module.`, `model.`, `net.`) and of
-            compilation.
-        label_table: false keeps the network's own table of class labels.
+        source: a weights file, a checkpoint folder or a run folder. Of a folder, the averaged weights are
+            loaded. Of a `.pt` or `.pth` file, the first of `ENTRIES` is loaded; no code in the file is run.
+            Names may have the prefixes of wrappers (`module.`, `model.`, `net.`) and of compilation.
+        label_table: False keeps the network's table of class labels.
 
     Returns:
-        Which file was read, and the entry that was taken (None: its top).
+        The file, and the entry that was loaded (None: its top level).
 
     Raises:
-        FileNotFoundError: there is nothing at `source`.
-        ValueError: the file cannot be read, is not as its checkpoint was written, or holds anything that the
-            network does not take.
+        FileNotFoundError: `source` does not exist.
+        ValueError: the file cannot be read, its checkpoint is damaged, or its tensors do not fit the network.
     """
     file = _weights_file(Path(source))
     if is_own_checkpoint(file) and (damage := damage_of(file.parent, [file.name])):
-        raise ValueError(f"{file.parent} is damaged ({damage}): {instead_of(file.parent, [file.name])}")
+        raise ValueError(f"{file.parent} is damaged ({damage}): {intact_hint(file.parent, [file.name])}")
     weights = read_weights(file)
     if mismatch := find_mismatch(net, weights, label_table):
         raise ValueError(f"{file}: weights do not match the model: {mismatch}")
@@ -71,23 +69,23 @@ def load_weights(net: nn.Module, source: str | Path, label_table: bool = True) -
 
 
 def find_mismatch(net: nn.Module, weights: Weights, label_table: bool = True) -> str | None:
-    """Describe the first tensor that differs from a network, which may be on the meta device."""
-    found = {name: tuple(tensor.shape) for name, tensor in _fitted(net, weights, label_table).items()}
+    """Describe the first tensor that does not fit the network, which may be on the meta device."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in _fitted(net, weights, label_table).items()}
     expected = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if found.get(name) != expected.get(name):
-            state = f"is {found[name]}" if name in found else "is missing"
+    for name in sorted(expected.keys() | shapes.keys()):
+        if shapes.get(name) != expected.get(name):
+            state = f"is {shapes[name]}" if name in shapes else "is missing"
             return f"{name} {state}, the model has {expected.get(name)}"
     return None
 
 
 def is_own_checkpoint(source: str | Path) -> bool:
-    """True for weights in a checkpoint of this project, whose run says what they predict."""
+    """True if the weights are in a checkpoint of this project, whose run records the objective."""
     return STEP_FOLDER.fullmatch(_weights_file(Path(source)).parent.name) is not None
 
 
 def metadata_in(file: Path) -> dict[str, str]:
-    """Read the text in the header of a `.safetensors` file; empty for other files."""
+    """Return the metadata in the header of a `.safetensors` file; empty for other files."""
     if file.suffix != ".safetensors":
         return {}
     with _opened(file) as opened:
@@ -95,13 +93,13 @@ def metadata_in(file: Path) -> dict[str, str]:
 
 
 def read_weights(source: str | Path, shapes_only: bool = False) -> Weights:
-    """Read the weights of a file, by the names that they have here.
+    """Read the weights of a file under this project's names.
 
     Args:
-        shapes_only: the tensors are on the meta device, or on disk until they are used.
+        shapes_only: True for tensors on the meta device, or on disk until they are used.
 
     Raises:
-        ValueError: it is not known which weights are meant, or what a part of them does.
+        ValueError: it is unclear which entry to load, or a part of the network is not supported.
     """
     file = _weights_file(Path(source))
     content = _content(file, shapes_only)
@@ -113,22 +111,19 @@ def read_weights(source: str | Path, shapes_only: bool = False) -> Weights:
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
     ):
         has = f": it has {', '.join(map(str, content))[:200]}" if isinstance(content, dict) else ""
-        raise ValueError(
-            f"{file} must hold named tensors, at its top or under one of {', '.join(ENTRIES)}{has}"
-        )
+        where = f"at its top level or under one of {', '.join(ENTRIES)}"
+        raise ValueError(f"{file} must contain named tensors, {where}{has}")
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or not tensor.is_floating_point():
-            raise ValueError(
-                f"{file}: {name} is {tensor.dtype}, must be a dense tensor of floating-point numbers"
-            )
+            raise ValueError(f"{file}: {name} is {tensor.dtype}, must be a dense floating-point tensor")
     if entry is not None:
         _check_entries(content, entry, file)
     plain = _renamed(tensors, _without_prefixes, file)
     if any(SWIGLU in name for name in plain) and ROPE[0] not in plain:
-        raise ValueError(f"{file} has SwiGLU without RoPE: a block of LightningDiT here has both")
+        raise ValueError(f"{file} has SwiGLU without RoPE: not supported, LightningDiT blocks have both")
     plain = from_sprint(plain, file)
     num_first = len({name.split(".")[1] for name in plain if name.startswith("blocks.")})
-    named = _renamed(plain, lambda name: _own_name(name, num_first), file)
+    named = _renamed(plain, lambda name: _local_name(name, num_first), file)
     return Weights(file, named, entry, None if entry is None else _num_classes(content))
 
 
@@ -164,24 +159,24 @@ def _weights_file(source: Path) -> Path:
 
 
 def _check_entries(content: Mapping[str, Any], entry: str, file: Path) -> None:
-    """Raise a ValueError where an entry beside the one that is taken may be what is meant."""
-    taken, is_average = {_without_prefixes(name) for name in content[entry]}, AVERAGED.search(entry)
-    beside = {key: value for key, value in content.items() if key != entry}
+    """Raise ValueError if another entry of the file may be the one to load."""
+    loaded, is_average = {_without_prefixes(name) for name in content[entry]}, AVERAGED.search(entry)
+    rest = {key: value for key, value in content.items() if key != entry}
     others = []
-    for path, names in _groups(beside, sum(tensor.numel() for tensor in content[entry].values())):
-        shared = not (path.startswith("opt") or names.isdisjoint(taken))
-        has_more = path in ENTRIES and any(not name.startswith(IGNORED) for name in names - taken)
+    for path, names in _groups(rest, sum(tensor.numel() for tensor in content[entry].values())):
+        shared = not (path.startswith("opt") or names.isdisjoint(loaded))
+        has_more = path in ENTRIES and any(not name.startswith(IGNORED) for name in names - loaded)
         if AVERAGED.search(path) or (shared and (has_more or not is_average)):
             others.append(path)
     if others:
         raise ValueError(
-            f"{file} has weights under {entry}, which would be taken, and under {', '.join(others)[:200]}, "
-            "which may be an average of them, or have more: save those that are meant in a file of their own"
+            f"{file} has weights under {entry} and under {', '.join(others)[:200]}, which may be an average "
+            "or more complete: save the weights to load to a separate file"
         )
 
 
 def _groups(content: Any, num_numbers: int) -> Iterator[tuple[str, set[str]]]:
-    """Yield path and names of each group of tensors, or flat tensor, of half as many numbers or more."""
+    """Yield path and names of each group of tensors, or flat tensor, of at least num_numbers / 2."""
     todo, seen = [("", content)], set()
     while todo:
         path, node = todo.pop()
@@ -199,7 +194,7 @@ def _groups(content: Any, num_numbers: int) -> Iterator[tuple[str, set[str]]]:
 
 
 def _num_classes(content: Mapping[str, Any]) -> int | None:
-    """num_classes as scripts of DiT, SiT and REPA (args) and LightningDiT (config) save it."""
+    """Return num_classes from where DiT, SiT and REPA (args) or LightningDiT (config) save it."""
     args, config = content.get("args"), content.get("config")
     args = vars(args) if isinstance(args, argparse.Namespace) else args
     for node in (args, config.get("data") if isinstance(config, dict) else None):
@@ -214,7 +209,7 @@ def _renamed(
     sources: dict[str, str] = {}
     for name in tensors:
         if (other := sources.setdefault(rename(name), name)) != name:
-            raise ValueError(f"{file} has {other} and {name}, both of which are {rename(name)}: keep one")
+            raise ValueError(f"{file} has {other} and {name}, both named {rename(name)} here: keep one")
     return {name: tensors[source] for name, source in sources.items()}
 
 
@@ -225,39 +220,39 @@ def _without_prefixes(name: str) -> str:
     return name
 
 
-def _own_name(name: str, num_first: int) -> str:
-    """The name of a tensor here; `num_first` is the number of blocks named `blocks`."""
+def _local_name(name: str, num_first: int) -> str:
+    """Return this project's name of a tensor; `num_first` is the number of blocks named `blocks`."""
     if num_first and name.startswith(LEGACY):
         index, _, rest = name.removeprefix(LEGACY).partition(".")
         name = f"blocks.{num_first + int(index)}.{rest}" if index.isdecimal() else name
-    for public, own in RENAMED.items():
-        name = name.replace(public, own)
+    for public, renamed in RENAMED.items():
+        name = name.replace(public, renamed)
     return name
 
 
 def _fitted(net: nn.Module, weights: Weights, label_table: bool) -> dict[str, torch.Tensor]:
-    """Return weights as a network takes them.
+    """Return the weights in the form that a network loads.
 
     Raises:
-        ValueError: a file's rotary positions are not those that the network computes.
+        ValueError: the file's rotary positions differ from the network's.
     """
     tensors = {name: tensor for name, tensor in weights.tensors.items() if not name.startswith(IGNORED)}
     positions = getattr(net, "positions", None)
     for i, name in enumerate(ROPE):
         if (table := tensors.pop(name, None)) is not None:
-            own = None if positions is None else positions[0].chunk(2, dim=-1)[i]
-            if own is None or table.shape != own.shape or not _are_close(table, own):
-                raise ValueError(f"{weights.file}: {name} is not of the rotary positions of the model")
+            expected = None if positions is None else positions[0].chunk(2, dim=-1)[i]
+            if expected is None or table.shape != expected.shape or not _are_close(table, expected):
+                raise ValueError(f"{weights.file}: {name} differs from the model's rotary positions")
     if not label_table:
-        own = {name: tensor for name, tensor in net.state_dict().items() if name == LABEL_TABLE}
-        return {name: tensor for name, tensor in tensors.items() if name != LABEL_TABLE} | own
+        kept = {name: tensor for name, tensor in net.state_dict().items() if name == LABEL_TABLE}
+        return {name: tensor for name, tensor in tensors.items() if name != LABEL_TABLE} | kept
     table = tensors.get(LABEL_TABLE)
     if table is not None and table.shape[:1] == (net.num_classes,) and net.class_dropout_prob == 0:
-        # Public code has a row for the null class only where it is trained.
+        # Public code has a row for the null class only if class dropout trains it.
         tensors[LABEL_TABLE] = torch.cat([table, torch.zeros_like(table[:1])])
     return tensors
 
 
 def _are_close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True on the meta device, which has no values."""
+    """True if two tensors are close, or if one is on the meta device, which has no values."""
     return a.is_meta or b.is_meta or torch.allclose(a.float(), b.to(a.device).float(), atol=1e-2)

@@ -1,4 +1,4 @@
-"""Run train.py with a fault in one of its processes: python inject.py FAULT STEP PROCESS [KEY=VALUE ...]"""
+"""Run train.py with a fault in one of its processes: python inject.py FAULT STEP PROCESS [KEY=VALUE ...]."""
 
 import os
 import runpy
@@ -27,7 +27,7 @@ def step_with_fault(self, micro_batches):
 
 if is_here and fault == "configuration":
     arguments.append("optimizer.lr=0.5")
-if is_here and fault == "folder":  # a data.path that is not absolute means other data here
+if is_here and fault == "folder":  # a relative data.path is other data here
     arguments.append(f"output_dir={Path('runs/r').resolve()}")
     os.chdir("elsewhere")
 if is_here and fault == "code":

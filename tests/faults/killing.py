@@ -1,6 +1,4 @@
-"""Kill trainings with SIGKILL at random moments, start them again, and compare what comes out with one that
-was not killed.
-"""
+"""Kill runs at random moments, start them again, and compare the results with an undisturbed run."""
 
 import json
 import os
@@ -24,16 +22,16 @@ INJECT = Path(__file__).with_name("inject.py")
 ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true"}
 ONE = (sys.executable,)
 TWO = (str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2")
-ALL_ENDED_WITHIN_SEC = 45  # torchrun waits half a minute for processes that it asked to end
+ALL_ENDED_WITHIN_SEC = 45  # torchrun waits 30 s after it signals its processes
 STARTED_WITHIN_SEC = 120
 
-# Log points, checkpoints and evaluations do not fall on the same steps, on purpose.
+# Log points, checkpoints and evaluations are at different steps on purpose.
 OPTIONS = (*TINY, "run_name=r", "train.total_steps=240", "train.log_every=7", "train.save_every=5")
 OPTIONS += ("train.eval_every=40",)
 
-# When a run is killed, and how often compared with the others; the last is a request, not a kill.
+# Moments of a kill, and their relative frequencies; the last is a stop request, not a kill.
 MOMENTS = {"starting": 1, "training": 2, "saving": 2, "asked to stop": 1}
-# The launcher of a run, and its overrides.
+# Launcher and overrides of a run.
 VARIANTS = {
     "one process": (ONE,),
     "accumulation": (ONE, "train.micro_batch_size=2"),
@@ -44,15 +42,15 @@ VARIANTS = {
 
 @dataclass
 class Outcome:
-    """What was done to the runs of a variant, and what became of them."""
+    """Kills and results of the runs of a variant."""
 
     kills: Counter = field(default_factory=Counter)  # by moment
-    compared: int = 0  # runs that were killed on the way and came to their end
-    lost: list[str] = field(default_factory=list)  # what was not as it should be
+    compared: int = 0  # runs that were killed and later finished
+    lost: list[str] = field(default_factory=list)  # descriptions of what was lost
 
 
-def all_of(process: subprocess.Popen) -> list[psutil.Process]:
-    """A process and those that it started, the eldest first; empty if it has ended."""
+def process_tree(process: subprocess.Popen) -> list[psutil.Process]:
+    """Return a process and its descendants, oldest first; empty if it has ended."""
     whole = [psutil.Process(process.pid)] if process.poll() is None else []
     return whole + [child for parent in whole for child in parent.children(recursive=True)]
 
@@ -62,22 +60,22 @@ def kill(processes: list[psutil.Process]) -> None:
         try:
             victim.kill()
         except psutil.NoSuchProcess:
-            continue  # it had just come to its end
+            continue  # it has just ended
 
 
 def program(launcher, *overrides, folder, fault=()) -> subprocess.CompletedProcess:
-    """Run train.py on the tiny network to its end; fault: what to inject, at which step, in which process."""
+    """Run train.py on the tiny network to its end; fault: (name, step, process) to inject."""
     script = [str(part) for part in (INJECT, *fault)] if fault else [str(ROOT / "train.py")]
     command = [*launcher, *script, *TINY, "run_name=r", *overrides]
     options = {"cwd": folder, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 300}
     return subprocess.run(command, **options)
 
 
-class Killed:
-    """A run in a folder of its own that is started again and again.
+class KilledRun:
+    """A run that is killed and started repeatedly.
 
     Args:
-        folder: the current directory of its processes.
+        folder: working directory of its processes; must not exist.
     """
 
     def __init__(self, folder: Path, launcher: tuple[str, ...], *overrides: str):
@@ -98,13 +96,13 @@ class Killed:
         return json.loads(file.read_text()) if file.is_file() else {}
 
     def finish(self) -> None:
-        """Run to the end, undisturbed."""
+        """Run to the end without a kill."""
         if self.start().wait(STARTED_WITHIN_SEC * 5) != 0:
             raise AssertionError(f"{self.folder} did not finish:\n{self.output()[-3000:]}")
 
     def start_and_kill(self, moment: str, rng: random.Random) -> bool:
-        """Start, wait for a moment, kill; False if the run had ended before."""
-        before = self._last_begin()
+        """Start, wait for `moment`, kill; return False if the run had already ended."""
+        before = self._last_start()
         process = self.start()
         if moment == "starting":
             time.sleep(rng.uniform(0, 6))
@@ -116,41 +114,41 @@ class Killed:
             time.sleep(rng.uniform(0, 0.02))
         if moment in ("training", "asked to stop"):
             time.sleep(rng.uniform(0, 1.5))
-        whole = all_of(process)
+        whole = process_tree(process)
         if moment == "asked to stop":  # as a scheduler does
             process.terminate()
-        else:  # all at once, as when a machine fails; or one of several alone, worker or launcher
+        else:  # all at once, as when a machine fails; or one worker or the launcher
             one_alone = len(whole) > 2 and rng.random() < 0.5
             kill([rng.choice(whole[:3])] if one_alone else whole)
         process.wait(ALL_ENDED_WITHIN_SEC)
         _, alive = psutil.wait_procs(whole, timeout=ALL_ENDED_WITHIN_SEC)
         if alive:
             os.killpg(process.pid, signal.SIGKILL)
-            raise AssertionError(f"{alive} still run {ALL_ENDED_WITHIN_SEC} s after another ended")
+            raise AssertionError(f"{alive} still run {ALL_ENDED_WITHIN_SEC} s after a process ended")
         return bool(whole)
 
-    def wrong(self) -> list[str]:
-        """What is not as it must be at any moment."""
+    def violations(self) -> list[str]:
+        """Describe violations of what must hold at any moment; empty if there are none."""
         damages = {path: damage_of(path) for _, path in steps_in(self.run / "checkpoints")}
         wrong = [f"{path}: {damage}" for path, damage in damages.items() if damage]
-        if self._last_begin() and "status" not in self.manifest():
-            wrong.append("manifest.json is not whole")
+        if self._last_start() and "status" not in self.manifest():
+            wrong.append("manifest.json is incomplete")
         return wrong
 
-    def _last_begin(self) -> float:
-        file = self.run / "config.yaml"  # written once in each start
+    def _last_start(self) -> float:
+        file = self.run / "config.yaml"  # written once per start
         return file.stat().st_mtime if file.exists() else 0.0
 
     def wait_for_training(self, process: subprocess.Popen, before: float = 0.0) -> None:
         deadline = time.monotonic() + STARTED_WITHIN_SEC
-        while process.poll() is None and self._last_begin() == before:
+        while process.poll() is None and self._last_start() == before:
             if time.monotonic() > deadline:
                 raise AssertionError(f"{self.folder} did not start")
             time.sleep(0.01)
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What differs between two runs that should be the same, clocks aside."""
+    """Describe differences between two runs that should be equal; clocks are ignored."""
     checkpoints = latest_checkpoint(one), latest_checkpoint(other)
     different = []
     for name in ("net", "ema", "optimizer"):
@@ -162,20 +160,18 @@ def differences(one: Path, other: Path) -> list[str]:
 def kill_often(
     folder: Path, name: str, num_kills: int, seed: int, progress: Callable[[], None] = lambda: None
 ) -> Outcome:
-    """Kill runs of a variant so many times in all, bring each to its end, and compare it with one that was
-    left alone.
-    """
+    """Kill runs of a variant num_kills times in all, finish each, and compare it with an undisturbed run."""
     rng, outcome = random.Random(seed), Outcome()
-    whole = Killed(folder / "whole", *VARIANTS[name])
+    whole = KilledRun(folder / "whole", *VARIANTS[name])
     whole.finish()
     while outcome.kills.total() < num_kills:
-        killed = Killed(folder / f"killed_{outcome.compared}", *VARIANTS[name])
+        killed = KilledRun(folder / f"killed_{outcome.compared}", *VARIANTS[name])
         while outcome.kills.total() < num_kills and killed.manifest().get("status") != "finished":
             (moment,) = rng.choices(list(MOMENTS), MOMENTS.values())
             if killed.start_and_kill(moment, rng):
                 outcome.kills[moment] += 1
                 progress()
-            outcome.lost += killed.wrong()
+            outcome.lost += killed.violations()
         killed.finish()
         outcome.compared += 1
         outcome.lost += differences(whole.run, killed.run)

@@ -1,8 +1,8 @@
-"""Kill many runs at random moments, for hours if you like, and count what was lost: make soak.
+"""Kill many runs at random moments and count the losses: make soak.
 
     python -m tests.faults.soak --kills 100
 
-The table that it prints is what RESULTS.md shows.
+RESULTS.md shows the table that it prints.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from tests.faults.killing import MOMENTS, VARIANTS, Outcome, kill_often
 
 
 def main() -> None:
-    """Run all variants, two at a time, and print a table; a loss is an error."""
+    """Run all variants, two at a time, and print a table; fail if something was lost."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100, help="of each variant")
+    parser.add_argument("--kills", type=int, default=100, help="kills per variant")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="of moments")
     options = parser.parse_args()
     folder, start = Path(tempfile.mkdtemp(prefix="soak_")), time.time()
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    """Lay out what was injected, survived and lost."""
+    """Format the numbers of faults, survived runs and losses."""
     rows = []
     for name, outcome in outcomes.items():
         faults, lost = outcome.kills.total(), len(outcome.lost)

@@ -1,4 +1,4 @@
-"""Full disks, read-only folders and damaged checkpoints cost neither the training nor what it has saved."""
+"""Full disks, read-only folders and damaged checkpoints harm neither the training nor its saved steps."""
 
 import os
 import re
@@ -39,20 +39,20 @@ FILES = ("net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.j
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
-def test_damage_is_seen_in_every_file(tmp_path, whole, damage, name):
+def test_damage_is_detected_in_every_file(tmp_path, whole, damage, name):
     checkpoint = shutil.copytree(latest_checkpoint(whole), tmp_path / "checkpoint")
     assert damage_of(checkpoint) is None
     DAMAGES[damage](checkpoint / name)
     assert damage_of(checkpoint)
 
 
-def test_a_damaged_checkpoint_is_renamed_and_the_one_before_it_used(tmp_path, whole, capsys):
+def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_is_used(tmp_path, whole, capsys):
     shutil.copytree(whole, tmp_path / "run")
     newest = latest_checkpoint(tmp_path / "run")
     flip(newest / "net.safetensors")
     tiny_run(tmp_path / "run")
-    assert f"warning: {newest} is damaged" in (said := capsys.readouterr().out)
-    assert "resumed at step 4" in said
+    assert f"warning: {newest} is damaged" in (output := capsys.readouterr().out)
+    assert "resumed at step 4" in output
     assert newest.with_name(f"{newest.name}.damaged").is_dir()
     assert_same_run(whole, tmp_path / "run")
     assert damage_of(latest_checkpoint(tmp_path / "run")) is None
@@ -60,7 +60,7 @@ def test_a_damaged_checkpoint_is_renamed_and_the_one_before_it_used(tmp_path, wh
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A finished run whose manifest says that it was killed at its end."""
+    """A finished run whose manifest has the status of a killed one."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     tiny_run(folder)
     RunFolder(folder).update({"status": "running"})
@@ -73,14 +73,14 @@ def test_a_run_without_an_intact_checkpoint_does_not_start_again(tmp_path, whole
         flip(path / "net.safetensors")
     for _ in range(2):
         with pytest.raises(
-            ValueError, match="no intact checkpoint to resume from: start another with run_name="
+            ValueError, match="no intact checkpoint to resume from: start a new run with run_name="
         ):
             tiny_trainer(tmp_path / "run")
     assert metrics(tmp_path / "run") == metrics(whole)
 
 
-def in_place_of(checkpoint, kind):
-    """Put something in place of a checkpoint."""
+def replace_checkpoint(checkpoint, kind):
+    """Replace a checkpoint by something else."""
     if kind == "no digests":
         (checkpoint / "SHA256SUMS").unlink()
         return
@@ -100,28 +100,28 @@ def in_place_of(checkpoint, kind):
         *(("no digests", before) for before in ("empty", "file", "dangling link")),
     ],
 )
-def test_what_is_not_a_checkpoint_is_renamed_over_anything(tmp_path, whole, kind, before):
+def test_an_invalid_checkpoint_is_renamed_over_anything(tmp_path, whole, kind, before):
     shutil.copytree(whole, tmp_path / "run")
     newest = latest_checkpoint(tmp_path / "run")
     if before:
         shutil.copytree(newest, aside := newest.with_name(f"{newest.name}.damaged"))
-        in_place_of(aside, before)
-    in_place_of(newest, kind)
-    said = []
-    used = CheckpointFolder(newest.parent, 2, None).newest_intact(said.append)
+        replace_checkpoint(aside, before)
+    replace_checkpoint(newest, kind)
+    warnings = []
+    used = CheckpointFolder(newest.parent, 2, None).newest_intact(warnings.append)
     assert used.name == "step_00000004" and not os.path.lexists(newest)
-    renamed = "renamed, the checkpoint before it is used"
-    assert said == [f"warning: {newest} is damaged (it has no SHA256SUMS): {renamed}"]
+    renamed = "renamed; the previous checkpoint is used"
+    assert warnings == [f"warning: {newest} is damaged (it has no SHA256SUMS): {renamed}"]
     assert os.path.lexists(newest.with_name(f"{newest.name}.damaged"))
 
 
 @pytest.mark.parametrize("kind", ["file", "dangling link"])
-def test_what_is_not_a_checkpoint_is_removed_like_an_old_one(tmp_path, kind):
+def test_an_invalid_checkpoint_is_removed_like_an_old_one(tmp_path, kind):
     folder = CheckpointFolder(tmp_path, keep_last=1, milestone_every=None)
     for step in (1, 2, 3):
         folder.save(step, {"net": torch.nn.Linear(1, 1)})
         if step < 3:
-            in_place_of(tmp_path / f"step_{step:08d}", kind)
+            replace_checkpoint(tmp_path / f"step_{step:08d}", kind)
         (tmp_path / ".step_00000009.removed").touch()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".step_00000009.removed", "step_00000003"]
 
@@ -132,20 +132,20 @@ def test_nothing_is_sampled_from_a_damaged_checkpoint(tmp_path, whole):
     load_weights(net, tmp_path / "run")
     file = latest_checkpoint(tmp_path / "run") / "ema.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(ValueError, match=r"is damaged \(ema.safetensors is not what was written\)"):
+    with pytest.raises(ValueError, match=r"is damaged \(SHA256SUMS does not match ema.safetensors\)"):
         open_run(tmp_path / "run")
     (file.parent / "SHA256SUMS").unlink()
     (step, before), _ = steps_in(tmp_path / "run/checkpoints")
-    hint = f"step {step} is intact, in {re.escape(str(before))}"
+    hint = f"step {step} is intact: {re.escape(str(before))}"
     with pytest.raises(ValueError, match=rf"is damaged \(it has no SHA256SUMS\): {hint}"):
         load_weights(net, file)
     (before / "ema.safetensors").unlink()
-    with pytest.raises(ValueError, match="its run has no other that is intact"):
+    with pytest.raises(ValueError, match="the run has no other intact checkpoint"):
         load_weights(net, file)
 
 
 def test_retention_counts_only_intact_checkpoints(tmp_path, whole):
-    """Damaged ones that are newer must not push out the last good one."""
+    """Newer damaged checkpoints must not push out the last intact one."""
     shutil.copytree(whole, tmp_path / "run")
     flip(latest_checkpoint(tmp_path / "run") / "net.safetensors")
     tiny_run(tmp_path / "run", "train.save_every=5", "train.keep_last=1", "train.total_steps=5")
@@ -153,7 +153,7 @@ def test_retention_counts_only_intact_checkpoints(tmp_path, whole):
     assert (step, damage_of(path)) == (5, None)
 
 
-def test_what_a_kill_leaves_of_a_checkpoint_is_never_used(tmp_path):
+def test_a_partial_checkpoint_is_never_used(tmp_path):
     folder = CheckpointFolder(tmp_path, keep_last=2, milestone_every=None)
     for name in (".step_00000003.partial", ".step_00000001.removed"):
         (tmp_path / name).mkdir()
@@ -164,8 +164,8 @@ def test_what_a_kill_leaves_of_a_checkpoint_is_never_used(tmp_path):
 
 
 @contextmanager
-def room_for(num_bytes):
-    """As if the disk were full: no file may become larger."""
+def file_size_limit(num_bytes):
+    """Imitate a full disk: no file may grow beyond num_bytes."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limit[1]))
     try:
@@ -174,38 +174,38 @@ def room_for(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
-def little_room_before(trainer, step):
-    """Have saves before a step fail with the error of the system."""
+def fail_saves_before(trainer, step):
+    """Make saves before `step` fail with the system's error."""
     save = trainer.checkpoints.save
 
-    def with_little_room(now, parts):
-        with room_for(100_000) if now < step else nullcontext():
+    def with_limit(now, parts):
+        with file_size_limit(100_000) if now < step else nullcontext():
             save(now, parts)
 
-    trainer.checkpoints.save = with_little_room
+    trainer.checkpoints.save = with_limit
 
 
-def test_a_disk_that_is_full_for_a_while_costs_only_checkpoints(tmp_path, capsys):
-    """Saving fails at steps 2 and 4, then there is room again."""
+def test_a_temporarily_full_disk_costs_only_checkpoints(tmp_path, capsys):
+    """Saving fails at steps 2 and 4; then the disk has room again."""
     tiny_run(tmp_path / "whole", "train.log_every=1")
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=1")
-    little_room_before(trainer, 6)
+    fail_saves_before(trainer, 6)
     run_training(trainer, run)
-    said = capsys.readouterr().out
-    assert "warning: step 2 cannot be saved" in said
-    assert "File too large" in said
-    assert "there is no checkpoint yet. Training continues and will save again" in said
+    output = capsys.readouterr().out
+    assert "warning: cannot save step 2" in output
+    assert "File too large" in output
+    assert "the run has no checkpoint yet. Training continues and tries again at the next save" in output
     assert [step for step, _ in steps_in(tmp_path / "run/checkpoints")] == [6]
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
 def test_a_full_disk_ends_a_run_only_at_its_last_checkpoint(tmp_path):
     trainer, run = tiny_trainer(tmp_path / "run")
-    little_room_before(trainer, 7)
-    with pytest.raises(UserError, match=r"^step 6 cannot be saved: .*; there is no checkpoint yet$"):
+    fail_saves_before(trainer, 7)
+    with pytest.raises(UserError, match=r"^cannot save step 6: .*; the run has no checkpoint yet$"):
         run_training(trainer, run)
     assert run.manifest()["status"] == "failed"
-    assert "step 6 cannot be saved" in run.manifest()["failure"]["reason"]
+    assert "cannot save step 6" in run.manifest()["failure"]["reason"]
     tiny_run(tmp_path / "run")
     tiny_run(tmp_path / "whole")
     assert_same_run(tmp_path / "whole", tmp_path / "run")
@@ -218,8 +218,8 @@ def test_metrics_wait_for_room_on_a_full_disk(tmp_path, capsys):
     (tmp_path / "run/metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(UserError, match="No space left on device"):
         tiny_run(tmp_path / "run", "train.log_every=1")
-    said = capsys.readouterr().out
-    assert said.count("No space left on device; its lines are kept, in checkpoints too, until there is") == 1
+    output = capsys.readouterr().out
+    assert output.count("No space left on device; unwritten lines are kept in memory and in checkpoints") == 1
     assert RunFolder(tmp_path / "run").manifest()["status"] == "failed"
     (tmp_path / "run/metrics.jsonl").unlink()
     tiny_run(tmp_path / "run", "train.log_every=1")
@@ -232,13 +232,13 @@ def test_metrics_are_written_once_when_there_is_room_again(tmp_path):
     file = trainer.recorder.metrics_file
     flush, sizes = file.flush, []
 
-    def with_little_room():
+    def with_limit():
         sizes.append(file.path.stat().st_size)
         # At steps 3 and 4 there is room for a part of the third line.
-        with room_for(sizes[2] + 10) if 2 < trainer.step < 5 else nullcontext():
+        with file_size_limit(sizes[2] + 10) if 2 < trainer.step < 5 else nullcontext():
             flush()
 
-    file.flush = with_little_room
+    file.flush = with_limit
     run_training(trainer, run)
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
@@ -278,7 +278,7 @@ def test_missing_lines_before_a_checkpoint_are_reported(tmp_path, capsys):
     tiny_run(tmp_path, "train.total_steps=4", "train.log_every=1")
     (tmp_path / "metrics.jsonl").write_text("")
     tiny_run(tmp_path, "train.log_every=1")
-    assert "lines before it are missing" in capsys.readouterr().out
+    assert "at the checkpoint: lines are missing" in capsys.readouterr().out
     assert [line["step"] for line in metrics(tmp_path)] == [5, 6]
 
 

@@ -1,4 +1,4 @@
-"""Two starts in one run folder, and a run folder that is moved, removed, or robbed of a file."""
+"""Two starts in one run folder, and a run folder that is moved, removed, or loses a file."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ HOLDER += "print('held', flush=True); time.sleep(float(sys.argv[2]))"
 
 
 def holder(folder, seconds):
-    """Start a process that holds a run folder."""
+    """Start a process that locks a run folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(folder), str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -30,37 +30,37 @@ def holder(folder, seconds):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [ONE, TWO])
-def test_a_second_start_says_who_holds_the_folder_and_ends_or_waits(tmp_path, launcher):
+def test_a_second_start_names_the_process_in_the_folder_and_exits_or_waits(tmp_path, launcher):
     with holder(tmp_path / "runs/r", 120) as process:
         refused = program(launcher, folder=tmp_path)
-        # Launchers have an exit status of their own.
+        # Launchers have their own exit status.
         assert refused.returncode == (TRY_AGAIN if launcher == ONE else 1)
         (line,) = {line for line in refused.stderr.splitlines() if line.startswith("error: ")}
         assert line.startswith(f"error: output_dir=runs/r is in use by process {process.pid} on ")
-        assert line.endswith(": end it, or try again when it has ended, or wait for that with wait=true")
+        assert line.endswith(": end it, or try again when it has ended, or wait for it with wait=true")
         assert "in use" not in refused.stdout
         assert [file.name for file in (tmp_path / "runs/r").iterdir()] == [".lock"]
         command = [*launcher, str(ROOT / "train.py"), *TINY, "run_name=r", "wait=true"]
         options = {"cwd": tmp_path, "env": ENVIRONMENT, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, **options) as waiting:
-            said = []
+            messages = []
             for line in waiting.stdout:
-                said += ["waits"] * ("wait=true: output_dir=runs/r is in use by process " in line)
-                if said:
+                messages += [line] * ("wait=true: output_dir=runs/r is in use by process " in line)
+                if messages:
                     process.kill()
-    assert (waiting.returncode, said) == (0, ["waits"])
+    assert (waiting.returncode, len(messages)) == (0, 1)
     assert json.loads((tmp_path / "runs/r/manifest.json").read_text())["status"] == "finished"
 
 
-def test_a_run_without_one_of_its_files_says_which(tmp_path):
+def test_a_missing_file_of_a_run_is_named(tmp_path):
     tiny_run(tmp_path, "train.total_steps=4")
-    elsewhere = "put it back, or start this run elsewhere with run_name=NAME"
+    rule = "restore it, or choose another folder with run_name=NAME"
     for name, total_steps in product(("config.yaml", "manifest.json"), (4, 6)):
         content = (tmp_path / name).read_text()
         (tmp_path / name).unlink()
         with pytest.raises(FileNotFoundError) as error:
             tiny_trainer(tmp_path, f"train.total_steps={total_steps}")
-        assert str(error.value) == f"output_dir={tmp_path} holds a run without its {name}: {elsewhere}"
+        assert str(error.value) == f"output_dir={tmp_path} has a run without {name}: {rule}"
         (tmp_path / name).write_text(content)
     tiny_run(tmp_path)
 
@@ -70,7 +70,7 @@ DRAWING = ("train.sample_every=1", "sampler.num_steps=2", "train.log_every=6")
 
 @pytest.fixture(scope="module")
 def drawing(tmp_path_factory):
-    """A run that draws after each step, left alone."""
+    """An undisturbed run that draws samples after each step."""
     folder = tmp_path_factory.mktemp("drawing") / "run"
     tiny_run(folder, *DRAWING)
     return folder
@@ -81,8 +81,8 @@ def drawing(tmp_path_factory):
     [("moved", "tensorboard", 2), ("removed", "tensorboard", 5), ("taken", "none", 2)],
 )
 def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there(tmp_path, drawing, what, tracker, step):
-    """After step 2 a grid of samples would be next, after step 5 the last save; a tracker opens its file at
-    its first line.
+    """A grid of samples follows step 2, and the last save follows step 5. A tracker opens its file at its
+    first line.
     """
     folder, elsewhere = tmp_path / "runs/run", tmp_path / "moved"
     options = (f"tracker={tracker}", *DRAWING)
@@ -91,31 +91,30 @@ def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there(tmp_path, dr
 
     def move():
         folder.rename(elsewhere)
-        if what == "removed":  # in one moment: a tracker may be about to write there
+        if what == "removed":  # renamed first: a tracker may be about to write there
             shutil.rmtree(elsewhere)
-        if what == "taken":  # the same command was given again
+        if what == "taken":  # the same command is started again
             others.append(tiny_trainer(folder, *options))
             others.append({file: file.read_bytes() for file in folder.rglob("*") if file.is_file()})
 
     before_each_step(trainer, lambda now: now == step and move())
     with pytest.raises(UserError) as error:
         run_training(trainer, run)
-    assert str(error.value).startswith(
-        f"output_dir={folder} (or its .lock) was moved or removed while it trained: to resume"
-    )
+    message = f"output_dir={folder} or its .lock was moved or removed during training: to resume"
+    assert str(error.value).startswith(message)
     if what == "taken":
         assert {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()} == others[1]
         run_training(*others[0])
     else:
         assert not (tmp_path / "runs/run").exists()
     if what != "removed":
-        assert RunFolder(elsewhere).manifest()["status"] == "running", "as of one that was killed"
+        assert RunFolder(elsewhere).manifest()["status"] == "running", "like a killed run"
         tiny_run(elsewhere, *options)
         assert metrics(elsewhere) == metrics(drawing)
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError])
-def test_a_failing_run_leaves_a_new_folder_in_its_place_alone(tmp_path, end):
+def test_a_failing_run_does_not_write_to_a_new_folder_at_its_path(tmp_path, end):
     folder = tmp_path / "run"
     trainer, run = tiny_trainer(folder)
 

@@ -1,4 +1,4 @@
-"""Runs and samples that were killed again and again end like those that were not; `make soak` kills more."""
+"""Runs and samples that are killed repeatedly end like undisturbed ones; `make soak` kills more."""
 
 import random
 import subprocess
@@ -8,7 +8,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.faults.killing import ENVIRONMENT, ONE, STARTED_WITHIN_SEC, TWO, all_of, kill, kill_often
+from tests.faults.killing import ENVIRONMENT, ONE, STARTED_WITHIN_SEC, TWO, kill, kill_often, process_tree
 from tests.programs import start
 from tests.runs import ROOT, tiny_run
 
@@ -23,13 +23,13 @@ def test_a_run_killed_at_random_resumes_bitwise(tmp_path, name):
     assert outcome.kills.total() == NUM_KILLS[name]
 
 
-# Many steps, so that a part takes a while.
+# Many steps, so that a part takes long.
 CHURN = ("sampler=edm", "sampler.S_churn=10", "sampler.num_steps=60")
 
 
 @pytest.mark.slow
-def test_samples_that_are_killed_again_and_again_are_those_of_an_undisturbed_run(tmp_path):
-    """On one and two processes in turn, after the first part of each start and a random time."""
+def test_samples_that_are_killed_repeatedly_equal_undisturbed_ones(tmp_path):
+    """Kill on one and two processes in turn, a random time after the first part of each start."""
     tiny_run(tmp_path / "run", "data.in_channels=3", "model.init=xavier")
     request = (f"run={tmp_path}/run", "num_samples=300", "batch_size=16", "guidance_scale=1.5", *CHURN)
     whole, killed, rng = tmp_path / "whole.npz", tmp_path / "killed.npz", random.Random(0)
@@ -46,11 +46,11 @@ def test_samples_that_are_killed_again_and_again_are_those_of_an_undisturbed_run
         while process.poll() is None and finished() == before and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(rng.expovariate(2))
-        whole_launch = all_of(process)
+        whole_launch = process_tree(process)
         kill(whole_launch)
         process.wait()
         psutil.wait_procs(whole_launch, timeout=30)
-        assert whole_launch, "it ended by itself"
+        assert whole_launch, "it ended before the kill"
         assert before < finished(), "a part was lost"
         before = finished()
     start("sample.py", *request, f"out={killed}")

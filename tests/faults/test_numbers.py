@@ -1,5 +1,5 @@
-"""Losses, gradients and batches that are not finite are skipped by all processes together, named, and end a
-run in time.
+"""All processes skip and report losses, gradients and batches that are not finite; too many of them end the
+run.
 """
 
 import json
@@ -17,8 +17,8 @@ from training.window import MAX_NAMED
 
 
 def poison(trainer, what, steps):
-    """Have a trainer meet what is not finite at some steps, in the third of eight samples where it is one
-    sample's fault.
+    """Make the loss, gradient or batch of some steps not finite. Losses and batches are bad in the third of
+    eight samples.
     """
     loss, to_latents = trainer.loss, trainer.batches.to_latents
     value, bad = {"nan": torch.nan, "inf": torch.inf}[what.split()[0]], torch.tensor(2)
@@ -79,10 +79,8 @@ def test_too_many_skipped_steps_end_the_run_at_the_next_log_point(tmp_path):
         run_training(trainer, run)
     message = str(caught.value)
     batch = trainer.batches.entries(5)
-    assert (
-        "no finite loss or gradient in 3 or more steps in a row, from step 6 on (max_skipped_steps)"
-        in message
-    )
+    reason = "no finite loss or gradient in 3 or more consecutive steps, from step 6 on (max_skipped_steps)"
+    assert message.startswith(reason)
     assert f"its batch was {batch}" in message
     assert trainer.step == 8
     lines = metrics(tmp_path)
@@ -95,7 +93,7 @@ def test_too_many_skipped_steps_end_the_run_at_the_next_log_point(tmp_path):
     assert manifest["failure"]["reason"].startswith("NotFinite: no finite loss")
 
 
-def test_steps_in_a_row_are_counted_across_log_points_and_resumes(tmp_path):
+def test_consecutive_skipped_steps_are_counted_across_log_points_and_resumes(tmp_path):
     options = ("train.log_every=2", "train.total_steps=8", "train.save_every=1", "train.max_skipped_steps=4")
     trainer, run = tiny_trainer(tmp_path, *options)
     poison(trainer, "nan batch", range(1, 8))
@@ -145,7 +143,7 @@ def test_a_spike_is_logged_with_its_entries_also_after_a_resume(tmp_path, capsys
     trainer, run = tiny_trainer(tmp_path / "parts", *options)
     spoil(trainer)
     interrupted(trainer, run, 18)
-    # The log point is still to come.
+    # The log point has not been reached.
     assert not any("loss_spikes" in line for line in metrics(tmp_path / "parts"))
     trainer, run = tiny_trainer(tmp_path / "parts", *options)
     assert trainer.first_step == 15

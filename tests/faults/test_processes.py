@@ -1,4 +1,4 @@
-"""Processes of one launch: they start alike or not at all, none waits for one that died, and their number may
+"""Processes of one launch: they must agree to start, none waits for one that died, and their number may
 change.
 """
 
@@ -23,18 +23,18 @@ def test_ranks_that_disagree_refuse_together(tmp_path, fault):
         (tmp_path / "elsewhere").mkdir()
     result = program(TWO, *data, folder=tmp_path, fault=(fault, 0, 1))
     assert result.returncode != 0
-    said = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(set(said)) == 1
-    # One of each process, unless the launcher ended the second before it had spoken.
-    assert len(said) == 2 or "closing signal SIGTERM" in result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(set(errors)) == 1
+    # One error per process, unless the launcher ended the second process first.
+    assert len(errors) == 2 or "closing signal SIGTERM" in result.stderr
     differing = {
         "configuration": "optimizer.lr",
         "folder": "fingerprint of the data",
         "code": "code (sha256)",
     }
-    assert said[0].startswith("error: ranks disagree on ") and f"{differing[fault]}: " in said[0]
+    assert errors[0].startswith("error: ranks disagree on ") and f"{differing[fault]}: " in errors[0]
     if fault == "configuration":
-        assert "optimizer.lr: 0.0001 in process 0, 0.5 in process 1" in said[0]
+        assert "optimizer.lr: 0.0001 in process 0, 0.5 in process 1" in errors[0]
     assert not (tmp_path / "runs").exists()
 
 
@@ -51,11 +51,11 @@ def test_a_process_that_dies_ends_the_others_and_is_recorded(tmp_path, fault, pr
         assert manifest["failure"]["reason"] == "RuntimeError: the cosmic ray"
         assert (manifest["failure"]["process"], manifest["failure"]["step"]) == (process, 3)
         return
-    # It could say nothing; the other one tells that it lost it, and records that if it holds the folder.
+    # The killed process reports nothing. The other one reports it, and records it if it holds the folder.
     assert "error: another process is gone" in result.stderr
     assert "Signal 9" in result.stderr
     if process == 0:
-        assert manifest["status"] == "running", "as of a run in one process that is killed"
+        assert manifest["status"] == "running", "like a killed run in one process"
     else:
         assert manifest["failure"]["process"] == 0
         assert "another process is gone" in manifest["failure"]["reason"]

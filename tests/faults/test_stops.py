@@ -1,5 +1,5 @@
-"""Signals, limits of time, launchers that die: the step is finished and saved, and the run goes on as if
-nothing had been.
+"""Signals, time limits and dead launchers: the run finishes and saves the step, and resumes like an
+undisturbed run.
 """
 
 import os
@@ -12,7 +12,7 @@ import pytest
 from runtime.config import INTERRUPTED
 from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN
-from tests.faults.killing import BIN, ONE, TWO, Killed
+from tests.faults.killing import BIN, ONE, TWO, KilledRun
 from tests.programs import start
 from tests.runs import before_each_step, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
@@ -26,7 +26,7 @@ ALL_SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run with an evaluation at steps 4 and 6 that was left alone."""
+    """An undisturbed run with evaluations at steps 4 and 6."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     tiny_run(folder, "train.eval_every=4")
     return folder
@@ -44,7 +44,7 @@ def whole(tmp_path_factory):
 def test_a_signal_saves_after_the_step_and_the_run_resumes_bitwise(
     tmp_path, whole, number, at, reason, capsys
 ):
-    """Also where nothing was to be saved, within a window of the log, and before the last evaluation."""
+    """Also at a step without a save, between log points, and before the last evaluation."""
     options = ("train.eval_every=4",)
     trainer, run = tiny_trainer(tmp_path / "run", *options)
     before_each_step(trainer, lambda step: step == at and os.kill(os.getpid(), number))
@@ -66,7 +66,7 @@ def test_a_signal_saves_after_the_step_and_the_run_resumes_bitwise(
 
 
 @pytest.mark.parametrize("steps", [(0,), (3, 3)], ids=["before the first step", "twice"])
-def test_ctrl_c_ends_at_once_with_nothing_to_save_and_the_second_time(tmp_path, steps):
+def test_ctrl_c_ends_at_once_before_the_first_step_and_the_second_time(tmp_path, steps):
     trainer, run = tiny_trainer(tmp_path / "run", "train.save_every=2")
 
     def press(step):
@@ -82,7 +82,7 @@ def test_ctrl_c_ends_at_once_with_nothing_to_save_and_the_second_time(tmp_path, 
 
 
 def test_an_ignored_ctrl_c_stays_ignored(tmp_path):
-    """As a script's shell starts a run with `&`: Ctrl-C is meant for what runs in front."""
+    """A script's `&` ignores Ctrl-C, which is meant for the foreground process."""
     trainer, run = tiny_trainer(tmp_path / "run")
     before_each_step(trainer, lambda step: step == 3 and signal.raise_signal(signal.SIGINT))
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -93,7 +93,7 @@ def test_an_ignored_ctrl_c_stays_ignored(tmp_path):
 
 
 def test_the_last_log_point_is_left_for_the_next_start(tmp_path):
-    """A kill between the last checkpoint and the last line, which is at no log point."""
+    """Kill between the last checkpoint and the last line, which is not at a log point."""
     tiny_run(tmp_path / "whole", "train.log_every=4")
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=4")
 
@@ -119,7 +119,7 @@ def test_a_request_between_two_evaluations_saves_what_is_not_saved(tmp_path):
 
     def before_the_evaluation(reserve_sec, now):
         calls.append(trainer.step)
-        if calls.count(3) == 2:  # the first is that of the turn, the second that of its evaluation
+        if calls.count(3) == 2:  # the first call is before the turn, the second before its evaluation
             os.kill(os.getpid(), signal.SIGTERM)
         return agreed(reserve_sec, now)
 
@@ -137,8 +137,8 @@ def test_a_limit_that_leaves_no_step_is_an_error(tmp_path):
 
 
 def started(folder, launcher, *overrides):
-    """A run that has logged a line, and its process."""
-    killed = Killed(folder / "run", launcher, *overrides)
+    """Start a run; return it and its process once it has logged a line."""
+    killed = KilledRun(folder / "run", launcher, *overrides)
     process = killed.start()
     while not (killed.run / "metrics.jsonl").is_file() or not metrics(killed.run):
         assert process.poll() is None, killed.output()
@@ -150,7 +150,7 @@ def assert_stopped(killed, reason):
     manifest = killed.manifest()
     assert (manifest["status"], manifest["reason"]) == ("stopped", reason)
     assert (killed.run / f"checkpoints/step_{manifest['step']:08d}").is_dir()
-    assert killed.wrong() == []
+    assert killed.violations() == []
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def assert_stopped(killed, reason):
 )
 def test_python_train_ends_with_the_documented_status(tmp_path, number, status, reason):
     killed, process = started(tmp_path, ONE, "train.num_workers=1")
-    os.killpg(process.pid, number)  # the process that reads ahead as well, as schedulers and terminals do
+    os.killpg(process.pid, number)  # also the reading process, as schedulers and terminals do
     assert process.wait() == status
     assert_stopped(killed, reason)
     assert f"({reason}): run the same command again to resume" in killed.output()
@@ -170,11 +170,11 @@ def test_python_train_ends_with_the_documented_status(tmp_path, number, status, 
 @pytest.mark.slow
 def test_the_second_ctrl_c_ends_an_evaluation_without_a_traceback(tmp_path):
     long = ("train.save_every=1", "train.sample_every=1", "sampler.num_steps=2000")
-    killed = Killed(tmp_path / "run", ONE, *long)
+    killed = KilledRun(tmp_path / "run", ONE, *long)
     process = killed.start()
     for ready in (
         lambda: (killed.run / "checkpoints/step_00000001").is_dir(),  # saved before the evaluation
-        lambda: "another Ctrl-C ends it at once" in killed.output(),
+        lambda: "press Ctrl-C again to end it at once" in killed.output(),
     ):
         while not ready():
             assert process.poll() is None, killed.output()
@@ -210,10 +210,10 @@ def test_a_launcher_ends_with_a_checkpoint_and_a_status(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_a_limit_of_time_is_kept(tmp_path):
+def test_a_time_limit_is_kept(tmp_path):
     began, limit = time.monotonic(), 20.0
     endless = ("train.total_steps=1000000", "train.save_every=1000000", f"train.max_time_sec={limit}")
-    killed = Killed(tmp_path / "run", ONE, *endless)
+    killed = KilledRun(tmp_path / "run", ONE, *endless)
     assert killed.start().wait(60) == TRY_AGAIN
     assert time.monotonic() - began < limit
     assert_stopped(killed, TIME_LIMIT)
@@ -221,7 +221,7 @@ def test_a_limit_of_time_is_kept(tmp_path):
 
 @pytest.mark.parametrize(("variable", "reason"), [("TORCHELASTIC_RUN_ID", GONE), ("OTHER", "")])
 def test_a_run_without_a_launcher_outlives_its_parent(monkeypatch, variable, reason):
-    """Only a launcher's end is a reason: nohup and & leave a run to itself."""
+    """The run stops only if a launcher exits: nohup and & leave runs without a parent."""
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, "1")
@@ -231,8 +231,8 @@ def test_a_run_without_a_launcher_outlives_its_parent(monkeypatch, variable, rea
 
 
 @pytest.mark.parametrize("has_peers", [True, False])
-def test_a_rank_that_fails_says_why_before_its_launcher_ends_it(has_peers):
-    """The launcher's SIGTERM comes while the error is on its way to the terminal."""
+def test_a_failing_rank_prints_its_error_before_its_launcher_ends_it(has_peers):
+    """The launcher's SIGTERM arrives before the error is printed."""
     begin = 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
     code = f"""
 import os, signal, torch.distributed as dist
@@ -245,5 +245,5 @@ finally:
     os.kill(os.getpid(), signal.SIGTERM)
 """
     result = start(f"-c {code}", check=False)
-    told = (1, ["why"]) if has_peers else (-signal.SIGTERM, [])
-    assert (result.returncode, result.stderr.splitlines()[-1:]) == told
+    expected = (1, ["why"]) if has_peers else (-signal.SIGTERM, [])
+    assert (result.returncode, result.stderr.splitlines()[-1:]) == expected

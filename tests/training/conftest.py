@@ -6,7 +6,7 @@ from training.run_folder import RunFolder
 
 @pytest.fixture(scope="session")
 def short_run(tmp_path_factory):
-    """The folder of a run of one step."""
+    """The folder of a one-step run."""
     folder = tmp_path_factory.mktemp("short") / "run"
     tiny_run(folder, "train.total_steps=1")
     return RunFolder(folder)

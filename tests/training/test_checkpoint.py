@@ -24,7 +24,7 @@ def other_weights():
 
 
 class OfficialPrecond(torch.nn.Module):
-    """The preconditioning of the public TREAD code, as far as names in its files go."""
+    """Gives the names that the preconditioning of the public TREAD code has in its files."""
 
     def __init__(self, model):
         super().__init__()
@@ -39,7 +39,7 @@ def gloo(tmp_path):
 
 
 def official_file(file, net, average):
-    """Save two networks as the public TREAD code does: compiled, preconditioned, the trained one in DDP."""
+    """Save two networks like the public TREAD code: compiled and preconditioned, the trained one in DDP."""
     wrapped = []
     for part in (net, average):
         part.blocks = torch.nn.ModuleList(torch.compile(block) for block in part.blocks)
@@ -66,7 +66,7 @@ def test_an_official_file_starts_a_run_from_its_averaged_weights(tmp_path, capsy
     net, average = trainer.net, trainer.ema.net
     for parameter in average.parameters():
         parameter += 1
-    raw, averaged = (deepcopy(each.state_dict()) for each in (net, average))
+    raw, averaged = (deepcopy(part.state_dict()) for part in (net, average))
     content = official_file(tmp_path / "latest.pt", net, average)
     start = (f"train.init_from={tmp_path / 'latest.pt'}", "train.init_from_objective=edm")
     expected = {"file": str(tmp_path / "latest.pt"), "entry": "ema_state_dict", "other_objective": False}
@@ -105,11 +105,12 @@ def test_a_run_of_other_classes_starts_from_all_but_the_label_table(tmp_path, sh
     average = load_file(latest_checkpoint(short_run.path) / "ema.safetensors")
     start = f"train.init_from={short_run.path}"
     for num_classes in (0, 7):
-        asked = (start, f"data.num_classes={num_classes}")
-        told = rf"train.init_from=.*: {LABEL_TABLE} is \(11, 32\), .*data.num_classes={num_classes}"
-        with pytest.raises(ValueError, match=f"{told} must be the same, or train"):
-            check_init_shapes(validated(*TINY, *asked))
-        trainer, run = tiny_trainer(tmp_path / f"{num_classes}", *asked, "train.init_from_label_table=false")
+        overrides = (start, f"data.num_classes={num_classes}")
+        message = rf"train.init_from=.*: {LABEL_TABLE} is \(11, 32\), .*data.num_classes={num_classes}"
+        with pytest.raises(ValueError, match=f"{message} must be the same, or train"):
+            check_init_shapes(validated(*TINY, *overrides))
+        overrides += ("train.init_from_label_table=false",)
+        trainer, run = tiny_trainer(tmp_path / f"{num_classes}", *overrides)
         net = trainer.net.state_dict()
         assert (LABEL_TABLE in net) == bool(num_classes)
         assert all(torch.equal(net[name], average[name]) for name in net if name != LABEL_TABLE)
@@ -118,26 +119,30 @@ def test_a_run_of_other_classes_starts_from_all_but_the_label_table(tmp_path, sh
         check_init_shapes(validated(*TINY, start, "model.depth=9"))
 
 
-def test_what_shapes_do_not_tell_of_weights_has_to_agree(tmp_path, short_run):
-    """Heads of attention, and whether the last row of labels is the null class."""
+def test_heads_and_classes_that_shapes_do_not_show_must_agree(tmp_path, short_run):
+    """The number of heads, and the meaning of the last row of the label table."""
     file = tmp_path / "file.pt"
-    of_file = ("model.hidden_size=384", "model.depth=1", "model=dit", "train.init_from_objective=edm")
-    of_file += (f"train.init_from={file}",)
-    state = validated(*TINY, *of_file, "model.num_heads=6").net().state_dict()
-    for num_classes, asked, told in (
+    options = ("model.hidden_size=384", "model.depth=1", "model=dit", "train.init_from_objective=edm")
+    options += (f"train.init_from={file}",)
+    state = validated(*TINY, *options, "model.num_heads=6").net().state_dict()
+    for num_classes, overrides, message in (
         (
             10,
             (f"train.init_from={short_run.path}", "model.num_heads=2"),
             "model.num_heads=2 must be 4, as in",
         ),
-        (10, (*of_file, "model.num_heads=6"), None),
-        (10, (*of_file, "model.num_heads=3"), "model.num_heads=3 must be 6, as in train.init_from=.*file.pt"),
-        (11, (*of_file, "model.num_heads=6"), "data.num_classes=10 must be 11, as train.init_from=.* says"),
-        (11, (*of_file, "model.num_heads=6", "train.init_from_label_table=false"), None),
+        (10, (*options, "model.num_heads=6"), None),
+        (10, (*options, "model.num_heads=3"), "model.num_heads=3 must be 6, as in train.init_from=.*file.pt"),
+        (
+            11,
+            (*options, "model.num_heads=6"),
+            "data.num_classes=10 must be 11, as train.init_from=.* says",
+        ),
+        (11, (*options, "model.num_heads=6", "train.init_from_label_table=false"), None),
     ):
         torch.save({"ema": state, "args": {"num_classes": num_classes}}, file)
-        with nullcontext() if told is None else pytest.raises(ValueError, match=told):
-            check_init_shapes(validated(*TINY, *asked))
+        with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+            check_init_shapes(validated(*TINY, *overrides))
 
 
 def test_the_objective_is_required_for_files_and_refused_for_runs(tmp_path, short_run):
@@ -147,10 +152,10 @@ def test_the_objective_is_required_for_files_and_refused_for_runs(tmp_path, shor
         with pytest.raises(ValueError, match=r"does not say what it predicts: give train\.init_from_objec"):
             check_init_from(str(file), None)
         check_init_from(str(file), "flow")
-    for own in (short_run.path, averaged.parent, averaged):
-        check_init_from(str(own), None)
+    for source in (short_run.path, averaged.parent, averaged):
+        check_init_from(str(source), None)
         with pytest.raises(ValueError, match="init_from_objective=edm must not be given for a run of this"):
-            check_init_from(str(own), "edm")
+            check_init_from(str(source), "edm")
 
 
 KEYS = [("ema", None), ("ema", "model"), ("ema_state_dict", "model_state_dict")]
@@ -160,9 +165,9 @@ KEYS += [("model", None), ("state_dict", None), (None, None)]
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.", "module._orig_mod.model."])
 @pytest.mark.parametrize(("key", "raw"), KEYS)
 def test_published_weights_load_by_name(tmp_path, prefix, key, raw):
-    """Averaged ones where raw ones are beside them."""
+    """Averaged weights, even if the file also has raw ones."""
     weights = {prefix + name: tensor for name, tensor in other_weights().items()}
-    # The public training scripts save their arguments as a Namespace beside the weights.
+    # Public training scripts also save their arguments, as a Namespace.
     content = {key: weights, "args": argparse.Namespace(lr=1e-4)} if key else weights
     content |= {raw: small_dit().state_dict(), "opt": {}} if raw else {}
     torch.save(content, tmp_path / "weights.pt")

@@ -1,6 +1,4 @@
-"""What counts as the time of training, and what is kept back of a limit of time: by a clock that stands until
-it is moved.
-"""
+"""Test training time and the reserve of a time limit with a clock that the tests move."""
 
 import mmap
 import signal
@@ -16,7 +14,7 @@ from runtime.launch import ALONE
 from tests.runs import before_each_step, interrupted, metrics, tiny_trainer
 from training.clock import END_SEC
 from training.fit import run_training
-from training.recorder import HURRIED_SEC, Recorder
+from training.recorder import STOPPING_SEC, Recorder
 from training.run_folder import RunFolder
 from training.stopping import MAX_TICK_STEPS, TIME_LIMIT, StopRequest
 from training.trackers import CLOSE_WITHIN_SEC
@@ -34,12 +32,12 @@ def clock(monkeypatch):
 
 
 def timed(folder, clock, *overrides):
-    """Build a trainer whose work moves the clock; return it with its run and what it asks its stop request
-    for, by step.
+    """Build a trainer whose work moves the clock; return it, its run, and (step, reserve_sec) of each call of
+    `stop.agreed`.
     """
     trainer, run = tiny_trainer(folder, *OPTIONS, *overrides)
-    # Half of a TFLOP for an image.
-    trainer.window.work, asked = Work(lambda ratios: 1e12 * (1 - sum(ratios)), peak_flops_per_sec=8e12), []
+    # Half a TFLOP per image.
+    trainer.window.work, calls = Work(lambda ratios: 1e12 * (1 - sum(ratios)), peak_flops_per_sec=8e12), []
 
     def taking(seconds, work):
         def call(*args):
@@ -52,13 +50,13 @@ def timed(folder, clock, *overrides):
     trainer.checkpoints.save = taking(SAVE_SEC, trainer.checkpoints.save)
     trainer.evaluators = [(2, taking(EVALUATION_SEC, lambda step: {"score": 1.0}))]
     trainer.speed_check = taking(CHECK_SEC, lambda ratios: None)
-    trainer.stop.agreed = lambda reserve_sec, now: asked.append((trainer.step, reserve_sec)) or ""
-    return trainer, run, asked
+    trainer.stop.agreed = lambda reserve_sec, now: calls.append((trainer.step, reserve_sec)) or ""
+    return trainer, run, calls
 
 
 @pytest.mark.parametrize("interrupted_at", [None, 5])
 def test_training_time_counts_steps_only(tmp_path, clock, capsys, interrupted_at):
-    """Also over a kill in a window: what was evaluated after the last save is evaluated again."""
+    """Also after a kill between log points: evaluations after the last save are repeated."""
     if interrupted_at:
         trainer, run, _ = timed(tmp_path, clock)
         interrupted(trainer, run, interrupted_at)
@@ -73,27 +71,27 @@ def test_training_time_counts_steps_only(tmp_path, clock, capsys, interrupted_at
     evaluated = [(line["step"], line["evaluation_time_sec"]) for line in lines if "score" in line]
     assert evaluated == [(step, step / 2 * EVALUATION_SEC) for step in (2, 4, 6)]
     share = 3 * EVALUATION_SEC / (3 * EVALUATION_SEC + 6 * STEP_SEC)
-    assert f"({share:.0%} of the run went into evaluations)" in capsys.readouterr().out
+    assert f"(evaluations took {share:.0%} of the run)" in capsys.readouterr().out
 
 
-def test_flops_are_those_that_the_routes_leave(tmp_path):
+def test_flops_account_for_the_routes(tmp_path):
     trainer, run = tiny_trainer(tmp_path)
     dense, routed = trainer.window.work.flops((0.0,)), trainer.window.work.flops((0.5,))
     assert dense == cost_of(trainer.net, (0.0,)).dense_training_flops
     assert routed == cost_of(trainer.net, (0.5,)).routed_training_flops
     assert routed < dense
-    assert trainer.window.work.peak_flops_per_sec is None, "of a CPU it is not known"
+    assert trainer.window.work.peak_flops_per_sec is None, "unknown for a CPU"
     run.unlock()
 
 
-def test_the_peak_of_memory_is_that_since_the_last_log_point(tmp_path):
+def test_peak_memory_counts_from_the_last_log_point(tmp_path):
     trainer, run = tiny_trainer(
         tmp_path, "train.total_steps=3", "train.log_every=1", "train.check_speed=false"
     )
 
     def take_half_a_gib(step):
         if step == 1:
-            with mmap.mmap(-1, 2**29) as taken:  # what is allocated otherwise may be kept
+            with mmap.mmap(-1, 2**29) as taken:  # an allocator may keep other memory
                 for page in range(0, len(taken), mmap.PAGESIZE):
                     taken[page] = 1
 
@@ -103,12 +101,12 @@ def test_the_peak_of_memory_is_that_since_the_last_log_point(tmp_path):
     assert second - max(first, third) > 0.25
 
 
-def test_the_reserve_is_what_steps_saves_and_evaluations_took(tmp_path, clock):
-    trainer, run, asked = timed(tmp_path, clock)
+def test_the_reserve_covers_steps_saves_and_evaluations(tmp_path, clock):
+    trainer, run, calls = timed(tmp_path, clock)
     guessed_sec = trainer.clock.longest_sec["save"]
     assert guessed_sec == 16 * sum(parameter.numel() for parameter in trainer.net.parameters()) / 100e6
     interrupted(trainer, run, 4)
-    # Twice at a step that evaluates: before its turn, and before its evaluation, which has to fit in as well.
+    # Twice at a step that evaluates: before the turn, and before the evaluation, which is then reserved, too.
     others_sec = EVALUATION_SEC + CHECK_SEC
     expected = [
         (0, guessed_sec),
@@ -119,26 +117,26 @@ def test_the_reserve_is_what_steps_saves_and_evaluations_took(tmp_path, clock):
         (4, SAVE_SEC + 5 * (4 * STEP_SEC + SAVE_SEC + others_sec) / 4),
         (4, SAVE_SEC + 5 * (4 * STEP_SEC + 2 * SAVE_SEC + others_sec) / 4 + EVALUATION_SEC),
     ]
-    assert [step for step, _ in asked] == [step for step, _ in expected]
-    assert [seconds for _, seconds in asked] == pytest.approx([END_SEC + seconds for _, seconds in expected])
-    # A resumed run counts its own steps; the tracker has to end, too.
-    trainer, run, asked = timed(tmp_path, clock)
+    assert [step for step, _ in calls] == [step for step, _ in expected]
+    assert [seconds for _, seconds in calls] == pytest.approx([END_SEC + seconds for _, seconds in expected])
+    # A resumed run counts only the steps of its process; a tracker needs time to close.
+    trainer, run, calls = timed(tmp_path, clock)
     trainer.evaluators, nothing = [], lambda *_: None
     trainer.recorder.tracker = SimpleNamespace(log=nothing, close=nothing)
     run_training(trainer, run)
-    end_sec = END_SEC + HURRIED_SEC
-    assert asked[:2] == [(4, end_sec + SAVE_SEC), (5, end_sec + SAVE_SEC + 5 * STEP_SEC)]
+    end_sec = END_SEC + STOPPING_SEC
+    assert calls[:2] == [(4, end_sec + SAVE_SEC), (5, end_sec + SAVE_SEC + 5 * STEP_SEC)]
 
 
 def test_a_stopping_run_waits_for_its_tracker_only_as_reserved(tmp_path):
     waited, recorder = [], Recorder(ALONE, RunFolder(tmp_path))
     recorder.tracker = SimpleNamespace(close=waited.append)
-    for hurried in (True, False):
-        recorder.close(hurried)
-    assert waited == [HURRIED_SEC, CLOSE_WITHIN_SEC]
+    for stopping in (True, False):
+        recorder.close(stopping)
+    assert waited == [STOPPING_SEC, CLOSE_WITHIN_SEC]
 
 
-def test_the_limit_counts_from_the_start_and_a_signal_precedes_it(monkeypatch):
+def test_the_time_limit_counts_from_the_process_start_and_a_signal_precedes_it(monkeypatch):
     request, started, now = StopRequest(100.0), psutil.Process().create_time(), [0.0]
     monkeypatch.setattr("training.stopping.time", SimpleNamespace(time=lambda: started + now[0]))
     for now[0], reserve_sec, reason in ((90.0, 9.5, ""), (90.0, 10.5, TIME_LIMIT), (101.0, 0.0, TIME_LIMIT)):
@@ -150,7 +148,7 @@ def test_the_limit_counts_from_the_start_and_a_signal_precedes_it(monkeypatch):
 
 @pytest.mark.parametrize(("step_sec", "most_steps"), [(0.001, MAX_TICK_STEPS), (0.09, 11), (3.0, 1)])
 def test_several_processes_agree_once_a_second(monkeypatch, step_sec, most_steps):
-    """Whatever the first steps took; before an evaluation always."""
+    """However long the first steps take. Before an evaluation, they always agree."""
     now, ticks = [0.0], []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -165,7 +163,7 @@ def test_several_processes_agree_once_a_second(monkeypatch, step_sec, most_steps
         ticks.clear()
         assert request.agreed(0.0, now=True) == "" and ticks
         request._on_signal(signal.SIGTERM, None)
-        asked = [request.agreed(0.0) for _ in range(most_steps)]
-        assert "SIGTERM" in asked and set(asked) <= {"", "SIGTERM"}
+        reasons = [request.agreed(0.0) for _ in range(most_steps)]
+        assert "SIGTERM" in reasons and set(reasons) <= {"", "SIGTERM"}
     finally:
         dist.destroy_process_group()

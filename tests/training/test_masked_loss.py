@@ -1,4 +1,4 @@
-"""Masked-loss training: what the mask touches never bypasses, weights the loss, and is the same on all
+"""Masked-loss training: masked tokens never bypass, the mask weights the loss, and it is the same on all
 processes.
 """
 
@@ -16,7 +16,7 @@ MASKED += ("train.log_every=1", "train.sample_every=null")
 
 @pytest.fixture(scope="module")
 def latents(tmp_path_factory):
-    """24 entries of 16 tokens whose masks touch 0 to 16 of them; returns overrides that train on them."""
+    """Write 24 entries of 16 tokens with 0 to 16 masked tokens; return overrides that train on them."""
     folder = tmp_path_factory.mktemp("latents") / "latents"
     masks = np.zeros((24, 8, 8), np.uint8)
     for entry in range(24):
@@ -29,7 +29,7 @@ def latents(tmp_path_factory):
 
 
 def watched(trainer):
-    """Return a list that fills with (force_keep, ids_keep) of each forward, and the lengths of the window."""
+    """Record (force_keep, ids_keep) of each forward, and the lengths of the window; return both lists."""
     seen, lengths = [], []
     router = trainer.net.router
 
@@ -109,7 +109,7 @@ def test_the_held_out_loss_is_the_mean_of_masked_errors_over_entries(tmp_path, l
     precond = evaluator.denoisers["val_loss_dense"]
     denoised = precond.denoised
     precond.denoised = lambda F_x, x, t: seen.append((t, denoised(F_x, x, t))) or seen[-1][1]
-    found = evaluator(0)["val_loss_dense"]
+    val_loss = evaluator(0)["val_loss_dense"]
     errors = []
     for (_, x, _, masks), (sigma, denoised) in zip(evaluator.batches(), seen, strict=True):
         assert masks.max() == pytest.approx(200 / 255)
@@ -117,7 +117,7 @@ def test_the_held_out_loss_is_the_mean_of_masked_errors_over_entries(tmp_path, l
         squared = weight.view(-1, 1, 1, 1) * (denoised - x) ** 2 * masks[:, None]
         errors += squared.mean(dim=(1, 2, 3)).tolist()
     assert len(errors) == 4
-    assert found == pytest.approx(np.mean(errors))
+    assert val_loss == pytest.approx(np.mean(errors))
 
 
 def test_a_masked_run_resumes_bitwise(tmp_path, latents):
@@ -128,16 +128,16 @@ def test_a_masked_run_resumes_bitwise(tmp_path, latents):
 
 @pytest.mark.parametrize(("overflow", "optimizer"), [("bypass", "adamw"), ("grow", "muon")])
 def test_no_tensor_of_a_whole_training_step_reaches_the_host(tmp_path, latents, overflow, optimizer):
-    """Fake tensors have no values: whatever asks for one fails."""
+    """Fake tensors have no values: reading one fails."""
     options = ("train.grad_clip=0.1", "train.log_every=2", "train.micro_batch_size=4", "ema.warmup=true")
     options += ("model/router=norm", "model.router.weight=0.5")
     options += (f"routing.force_keep_overflow={overflow}", f"optimizer={optimizer}")
     trainer, _ = tiny_trainer(tmp_path / "run", *latents, *options)
-    trainer.train_step(next(trainer.batches.from_step(0)))  # looks at its batch and its outcome, on purpose
+    trainer.train_step(next(trainer.batches.from_step(0)))  # the first step reads its batch and result
     loader = iter(trainer.batches.read(1))
     stored = [next(loader), next(loader)]
     trainer.batches.read = lambda step: stored
     with FakeTensorMode(allow_non_fake_inputs=True):
         trainer.train_step(next(trainer.batches.from_step(1)))
         with pytest.raises(DataDependentOutputException):
-            trainer.log_training()  # which does ask
+            trainer.log_training()  # it reads values

@@ -1,4 +1,4 @@
-"""Every optimizer of torch steps, skips and resumes like one that never met a bad step."""
+"""Every optimizer of torch steps, skips and resumes as if there were no bad step."""
 
 from copy import deepcopy
 
@@ -14,20 +14,20 @@ from training.muon import muon
 from training.optimizer import Optimizer
 
 
-def of(name, **options):
+def torch_optimizer(name, **options):
     return lambda parameters: getattr(torch.optim, name)(parameters, lr=0.01, **options)
 
 
 OTHERS = ("Adafactor", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 KINDS = {
-    "AdamW, fused": of("AdamW", fused=True, weight_decay=0.1),
-    "AdamW": of("AdamW", foreach=False, weight_decay=0.1),
-    "AdamW, foreach": of("AdamW", foreach=True, amsgrad=True),
-    "SGD": of("SGD"),
-    "SGD, momentum": of("SGD", momentum=0.9, dampening=0.1, weight_decay=0.1),
-    "SGD, fused": of("SGD", momentum=0.9, fused=True),
+    "AdamW, fused": torch_optimizer("AdamW", fused=True, weight_decay=0.1),
+    "AdamW": torch_optimizer("AdamW", foreach=False, weight_decay=0.1),
+    "AdamW, foreach": torch_optimizer("AdamW", foreach=True, amsgrad=True),
+    "SGD": torch_optimizer("SGD"),
+    "SGD, momentum": torch_optimizer("SGD", momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "SGD, fused": torch_optimizer("SGD", momentum=0.9, fused=True),
     "Muon and AdamW": lambda parameters: muon(parameters, lr=0.01, matrices=r"^0\."),
-    **{name: of(name) for name in OTHERS},
+    **{name: torch_optimizer(name) for name in OTHERS},
 }
 BAD, GOOD = torch.tensor(1.0), torch.tensor(0.0)
 
@@ -70,7 +70,7 @@ def assert_equal(one, other):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_skipped_step_leaves_no_trace(kind):
-    """Neither the first one, which has no state yet, nor a later one."""
+    """Neither the first step, before the optimizer has a state, nor a later one."""
     whole = trained(kind)
     assert_equal(whole, trained(kind, bad_steps=(0, 3)))
     assert_equal(whole, trained(kind, resumed_at=1))
@@ -115,16 +115,16 @@ def test_a_step_of_sharded_weights_is_skipped(kind):
         dist.destroy_process_group()
 
 
-def test_muon_has_the_matrices_that_its_names_find():
+def test_muon_gets_the_matrices_whose_names_match():
     built = muon(small_net().named_parameters(), lr=0.01, matrices=r"^0\.")
-    names = {name: each.param_groups[0]["param_names"] for name, each in built.items()}
+    names = {name: part.param_groups[0]["param_names"] for name, part in built.items()}
     assert names == {"muon": ["0.weight"], "adamw": ["0.bias", "2.weight", "2.bias"]}
     with pytest.raises(ValueError, match="empty parameter list"):
         muon(small_net().named_parameters(), lr=0.01, matrices="blocks")
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "muon"])
-def test_other_optimizers_than_adamw_train(tmp_path, optimizer):
+def test_sgd_and_muon_train(tmp_path, optimizer):
     options = ("model.init=xavier", "train.log_every=1", "train.total_steps=30", "train.save_every=30")
     tiny_run(tmp_path, f"optimizer={optimizer}", *options)
     losses = [line["loss"] for line in metrics(tmp_path)]

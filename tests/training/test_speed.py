@@ -23,17 +23,17 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until a step moves it."""
+    """A clock that only steps move."""
     now = [0.0]
     monkeypatch.setattr("training.speed.time.perf_counter", lambda: now[0])
     return now
 
 
 def check(clock, dense_sec, routed_sec, predicted):
-    """Run a check on steps that move the clock; return what was reported and shown.
+    """Run a check on steps that move the clock; return the record and the printed lines.
 
     Args:
-        routed_sec: of each routed step; the last of them for all that follow.
+        routed_sec: durations of the routed steps; the last one repeats.
     """
     reported, shown, left = {}, [], list(routed_sec)
 
@@ -46,9 +46,9 @@ def check(clock, dense_sec, routed_sec, predicted):
     return reported.get("speed_check"), shown
 
 
-def test_a_check_is_announced_and_says_its_range(clock, monkeypatch):
+def test_a_check_is_announced_and_reports_its_range(clock, monkeypatch):
     monkeypatch.setattr(speed, "REPEATS", 7)
-    # The first pass is not timed; without the extremes 1.2 and 2 are left.
+    # The first pass is not timed. The range leaves out the extremes.
     seconds = [99.0, 2.0, 2.0, 1.5, 1.0, 3.0, 1.8, 1.7]
     reported, shown = check(clock, 3.0, seconds, predicted=1.5)
     assert reported["ratios"] == [0.5] and reported["predicted_speedup"] == 1.5
@@ -58,26 +58,26 @@ def test_a_check_is_announced_and_says_its_range(clock, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "verdict", "said"),
+    ("seconds", "verdict", "text"),
     [
-        ([2.0], "", "1.50x as fast as a dense one (repeats: 1.50x to 1.50x; 1.50x by FLOPs)"),
+        ([2.0], "", "1.50x as fast as a dense one (repeats: 1.50x to 1.50x; predicted: 1.50x)"),
         ([2.49], "", "1.20x as fast as a dense one"),
         ([2.51], SLOW, f"; {SLOW}"),
         # A single stall is not noise.
         ([2.0] * 4 + [40.0, 2.0], "", "(repeats: 1.50x to 1.50x"),
         # A busy machine.
-        (BUSY, NOISY, f"(repeats: 0.47x to 1.50x; 1.50x by FLOPs); {NOISY}"),
+        (BUSY, NOISY, f"(repeats: 0.47x to 1.50x; predicted: 1.50x); {NOISY}"),
     ],
 )
-def test_a_check_tells_slow_routes_from_a_busy_machine(clock, monkeypatch, seconds, verdict, said):
+def test_a_check_tells_slow_routes_from_a_busy_machine(clock, monkeypatch, seconds, verdict, text):
     monkeypatch.setattr(speed, "REPEATS", 7)
     reported, shown = check(clock, 3.0, seconds, predicted=1.5)
     assert reported["verdict"] == verdict
-    assert said in shown[1] and shown[1].endswith(describe_check(reported))
+    assert text in shown[1] and shown[1].endswith(describe_check(reported))
     assert len(shown) == 2
 
 
-def test_a_dense_step_that_does_not_fit_is_reported_and_harms_nothing():
+def test_a_dense_step_that_does_not_fit_is_reported_and_leaves_no_gradients():
     net, shown = small_dit([PAPER]), []
 
     def loss(precond, x, labels, *, generator, routing):
@@ -95,12 +95,12 @@ def test_a_dense_step_that_does_not_fit_is_reported_and_harms_nothing():
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_where_nothing_bypasses_nothing_is_measured(clock):
+def test_speed_is_not_measured_without_bypassed_tokens(clock):
     assert check(clock, 1, [1], predicted=1) == (None, [])
 
 
-def test_the_slowdown_outside_autocast_is_that_of_products(clock, monkeypatch):
-    """Only where there is such a block: bf16 autocast, routes, and fp32 after them."""
+def test_the_fp32_slowdown_is_measured_with_matrix_products(clock, monkeypatch):
+    """It is 1 without bf16 autocast, routes, or a block in fp32 after them."""
     torch_matmul, seconds = torch.Tensor.__matmul__, {torch.float32: 5.0, torch.bfloat16: 2.0}
 
     def matmul(a, b):
@@ -117,5 +117,5 @@ def test_the_slowdown_outside_autocast_is_that_of_products(clock, monkeypatch):
 
 
 def test_a_speed_up_is_the_median_of_paired_ratios():
-    """A machine that slows down on the way does not change it."""
+    """A machine that becomes slower does not change it."""
     assert speedup([2, 4, 40, 80, 100], [1, 2, 20, 40, 1]) == 2

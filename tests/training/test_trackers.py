@@ -1,4 +1,4 @@
-"""Trackers that are slow, fail, have no network or no disk space: the training does not notice."""
+"""Trackers that are slow, fail, or have no network or disk space do not affect training."""
 
 import errno
 import io
@@ -19,8 +19,8 @@ from training.recorder import MetricsFile
 from training.trackers import BackgroundTracker, WandbTracker
 
 
-class Remembering:
-    """A tracker that does at each line what it is told."""
+class MockTracker:
+    """A tracker that keeps its lines and calls the given functions."""
 
     def __init__(self, at_line=lambda step: None, at_close=lambda: None, at_open=lambda config: None):
         self.lines, self.at_line, self.at_close, self.open = [], at_line, at_close, at_open
@@ -38,48 +38,49 @@ def fail(*_):
 
 
 def test_every_line_reaches_the_tracker_before_it_is_closed():
-    may_write, said = Event(), []
-    remembering = Remembering(lambda step: may_write.wait())
-    tracker = BackgroundTracker(remembering, said.append, {})
+    may_write, warnings = Event(), []
+    mock = MockTracker(lambda step: may_write.wait())
+    tracker = BackgroundTracker(mock, warnings.append, {})
     for step in range(5):
         tracker.log({"loss": 1.0}, step)
-    assert remembering.lines == []
+    assert mock.lines == []
     may_write.set()
     tracker.close()
-    assert [step for _, step in remembering.lines] == list(range(5))
-    assert said == []
+    assert [step for _, step in mock.lines] == list(range(5))
+    assert warnings == []
 
 
 @pytest.mark.parametrize("when", ["open", "line", "close"])
 def test_a_tracker_that_fails_warns_once_and_is_switched_off(when):
-    remembering, said = Remembering(**{f"at_{when}": fail}), []
-    tracker = BackgroundTracker(remembering, said.append, {})
+    mock, warnings = MockTracker(**{f"at_{when}": fail}), []
+    tracker = BackgroundTracker(mock, warnings.append, {})
     for step in range(3):
         tracker.log({"loss": 1.0}, step)
     tracker.close()
     reason = "ConnectionError: the service is down"
-    assert said == [f"warning: the tracker is switched off ({reason}); metrics.jsonl has every line"]
-    assert bool(remembering.lines) == (when == "close")
+    assert warnings == [f"warning: the tracker is switched off ({reason}); metrics.jsonl has every line"]
+    assert bool(mock.lines) == (when == "close")
 
 
 def test_a_tracker_that_does_not_end_is_abandoned():
-    for_ever, said = Event(), []
-    tracker = BackgroundTracker(Remembering(lambda step: for_ever.wait() and fail()), said.append, {})
+    may_continue, warnings = Event(), []
+    mock = MockTracker(lambda step: may_continue.wait() and fail())
+    tracker = BackgroundTracker(mock, warnings.append, {})
     start = time.monotonic()
     for step in range(100):
         tracker.log({"loss": 1.0}, step)
     tracker.close(0.2)
     assert time.monotonic() - start < 5
-    for_ever.set()
+    may_continue.set()
     tracker._thread.join()
-    assert len(said) == 1, "it reports nothing more"
-    assert "it did not end within 0.2 s" in said[0]
+    assert len(warnings) == 1, "it warns once"
+    assert "it did not finish within 0.2 s" in warnings[0]
 
 
 @pytest.mark.parametrize(("cut", "kept"), [(1, 1), (22, 1), (42, 0)])
 def test_a_truncated_file_continues_with_complete_lines(tmp_path, cut, kept):
     """At any byte."""
-    path, said = tmp_path / "metrics.jsonl", []
+    path, warnings = tmp_path / "metrics.jsonl", []
     file = MetricsFile(path)
     for step in (1, 2):
         file.log({"loss": 1.5}, step)
@@ -87,13 +88,13 @@ def test_a_truncated_file_continues_with_complete_lines(tmp_path, cut, kept):
     file.close()
     assert path.stat().st_size == 2 * 25 == state["size"]
     os.truncate(path, state["size"] - cut)
-    again = MetricsFile(path, state["size"], show=said.append)
+    reopened = MetricsFile(path, state["size"], show=warnings.append)
     assert len(path.read_bytes().splitlines(keepends=True)) == kept, "before the next line, too"
-    again.log({}, 3)
-    again.close()
+    reopened.log({}, 3)
+    reopened.close()
     assert [line["step"] for line in metrics(tmp_path)] == [*range(1, kept + 1), 3]
-    warning = f"warning: {path} has {50 - cut} bytes, 50 at the checkpoint: lines before it are missing"
-    assert said == [warning]
+    warning = f"warning: {path} has {50 - cut} bytes, 50 at the checkpoint: lines are missing"
+    assert warnings == [warning]
 
 
 def test_a_checkpoint_counts_complete_lines_on_a_full_disk(tmp_path, monkeypatch):
@@ -120,10 +121,10 @@ def picture(file):
     return np.asarray(Image.open(file))
 
 
-def assert_pictures(folder, found):
-    """Those of the samples of a run with one channel; a picture alone is no line."""
+def assert_pictures(folder, logged):
+    """Compare logged pictures with the run's sample files, which have one channel. metrics.jsonl has none."""
     written = [picture(folder / f"samples/step_{step:08d}.png") for step in (3, 6)]
-    for ours, theirs in zip(written, found, strict=True):
+    for ours, theirs in zip(written, logged, strict=True):
         assert ours.std() > 10
         assert np.array_equal(np.asarray(Image.fromarray(theirs).convert("L")), ours)
     assert [line["step"] for line in metrics(folder)] == [2, 3, 4, 6, 6]
@@ -131,7 +132,7 @@ def assert_pictures(folder, found):
 
 
 def resumed_run(folder, *overrides):
-    """Draw and evaluate in a run that is interrupted and resumed, in another second, which names files."""
+    """Interrupt and resume a run with samples and evaluations, in another second: file names contain it."""
     options = ("train.sample_every=3", "sampler.num_steps=2", "data.in_channels=1", "train.eval_every=2")
     options += ("train.save_every=4", *overrides)
     interrupted(*tiny_trainer(folder, *options), at=5)
@@ -171,11 +172,11 @@ def test_wandb_gets_all_that_a_run_reports_and_resumes_its_run(tmp_path, monkeyp
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(runs) == 2
     assert len({folder.name.rpartition("-")[2] for folder in runs}) == 1, "one run, as its id says"
-    (log,) = runs[-1].glob("*.wandb")  # which `wandb sync` reads; offline there is no other place
+    (log,) = runs[-1].glob("*.wandb")  # `wandb sync` reads this file
     assert b"train.batch_size" in log.read_bytes()
 
 
-def test_wandb_does_not_make_a_removed_run_folder_again(tmp_path):
+def test_wandb_does_not_create_a_removed_run_folder_again(tmp_path):
     with pytest.raises(FileNotFoundError):
         WandbTracker("r", str(tmp_path / "run"), "p", "offline").log(
             {"loss": 1.0, "samples": np.zeros((4, 4, 3), np.uint8)}, 1
@@ -184,7 +185,7 @@ def test_wandb_does_not_make_a_removed_run_folder_again(tmp_path):
 
 
 def test_wandb_online_without_a_server_never_stops_training(tmp_path, monkeypatch, capsys):
-    """It takes connections and never answers."""
+    """The server accepts connections and never answers."""
     monkeypatch.setattr("training.recorder.CLOSE_WITHIN_SEC", 0.5)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")

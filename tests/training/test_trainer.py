@@ -34,7 +34,7 @@ VARIANTS = {
 
 
 def write_moments(path, seed):
-    """Write posterior moments of an encoder that nobody has."""
+    """Write posterior moments of an encoder that does not exist."""
     stored = np.random.default_rng(seed).standard_normal((40, 8, 8, 8))
     options = {"kind": "moments", "encoder": "some-vae", "scale": 0.18215, "num_held_out": 10}
     write_latents(path, stored, np.arange(40) % 10, **options)
@@ -54,14 +54,14 @@ def assert_same_run(one, other):
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """The folder of a plain run that was left alone."""
+    """The folder of an undisturbed run with default options."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     tiny_run(folder)
     return folder
 
 
 def assert_resumes(folder, whole, capsys, overrides, stop_before):
-    """The window of three steps between log points does not fit the two between checkpoints, on purpose."""
+    """Log points (every 3 steps) and checkpoints (every 2) are at different steps on purpose."""
     trainer, run = tiny_trainer(folder, *overrides)
     interrupted(trainer, run, stop_before)
     assert run.manifest()["status"] == "interrupted"
@@ -84,7 +84,7 @@ def test_every_option_resumes_bitwise(tmp_path, capsys, variant):
 
 
 def test_a_longer_run_continues_a_finished_one_bitwise(tmp_path):
-    """Also from an end that is no log point and no evaluation point of the longer run."""
+    """Also from an end at which the longer run neither logs nor evaluates."""
     options = ("train.eval_every=4", "ema.warmup=true")
     tiny_run(tmp_path / "whole", *options)
     for total_steps in (2, 5, 6):
@@ -112,7 +112,7 @@ def test_only_a_folder_with_saved_steps_refuses_a_changed_configuration(tmp_path
     assert metrics(tmp_path) and list(tmp_path.glob("samples/*.png"))
     if saved:
         shutil.rmtree(tmp_path / "checkpoints/step_00000002")
-        RunFolder(tmp_path).update({"status": "stopped"})  # its metrics are what is left
+        RunFolder(tmp_path).update({"status": "stopped"})  # only its metrics are left
         before = metrics(tmp_path, clocks=True)
         with pytest.raises(ValueError, match=r"optimizer\.lr: 0\.0001 -> 0\.01.*run_name=NAME"):
             tiny_trainer(tmp_path, *options, "optimizer.lr=0.01")
@@ -124,22 +124,22 @@ def test_only_a_folder_with_saved_steps_refuses_a_changed_configuration(tmp_path
     assert "speed_check" not in run.manifest() and not list(tmp_path.glob("samples/*.png"))
 
 
-def test_other_data_is_refused_though_the_configuration_is_the_same(tmp_path):
-    """Moments of an encoder that nobody has, which no training without pictures needs."""
+def test_other_data_are_refused_with_the_same_configuration(tmp_path):
+    """The encoder of the moments does not exist: training without samples does not need it."""
     write_moments(tmp_path / "latents", seed=0)
     overrides = ("data=latents", f"data.path={tmp_path / 'latents'}", *TINY[1:], "train.sample_every=null")
     tiny_run(tmp_path / "run", *overrides, "train.total_steps=2")
     shutil.rmtree(tmp_path / "latents")
     write_moments(tmp_path / "latents", seed=1)
-    with pytest.raises(ValueError, match="was started with other data"):
+    with pytest.raises(ValueError, match="has a run with other data"):
         tiny_trainer(tmp_path / "run", *overrides)
 
 
 @pytest.mark.parametrize("num_held_out", [0, 64])
-def test_a_run_without_held_out_entries_says_so(tmp_path, capsys, num_held_out):
+def test_a_run_without_held_out_entries_warns(tmp_path, capsys, num_held_out):
     tiny_trainer(tmp_path, f"data.num_held_out={num_held_out}", "train.eval_every=2")
-    said = "no val_loss_dense: the data have no held-out entries" in capsys.readouterr().out
-    assert said == (num_held_out == 0)
+    warned = "no val_loss_dense: the data have no held-out entries" in capsys.readouterr().out
+    assert warned == (num_held_out == 0)
 
 
 def test_metrics_have_a_line_per_log_point_and_the_last_state_is_evaluated_and_saved(tmp_path):
@@ -161,7 +161,7 @@ def test_metrics_have_a_line_per_log_point_and_the_last_state_is_evaluated_and_s
 
 
 def test_accumulation_sums_to_the_gradient_of_the_batch(tmp_path):
-    """The draws of a micro-batch are its own, so the parts are compared with the same parts taken alone."""
+    """Each micro-batch has its own random draws, so the sum is compared with the same micro-batches."""
     trainer, _ = tiny_trainer(tmp_path / "parts", "train.micro_batch_size=2")
     gradients, seen = [], []
     trainer.net.train()
@@ -188,7 +188,7 @@ def test_the_average_is_updated_after_the_step(tmp_path):
         torch.testing.assert_close(average, (old + new) / 2)
 
 
-def test_pictures_and_losses_are_of_the_network_in_their_name(tmp_path):
+def test_samples_and_losses_use_the_network_in_their_name(tmp_path):
     options = ("train.sample_every=2", "train.eval_every=2", "sampler.num_steps=2", "guidance=cfg")
     trainer, _ = tiny_trainer(tmp_path, *options)
     used = []
@@ -217,7 +217,7 @@ def test_logged_values_are_means_over_the_applied_steps(tmp_path):
 
 
 def test_a_resume_refuses_what_changes_the_weights(short_run):
-    """Every key but these; pictures, scores and places are of no weight."""
+    """All keys except these and the groups for pictures and scores."""
     config, free = short_run.config(), set()
     for key in flatten(config):
         changed = deepcopy(config)
@@ -242,9 +242,9 @@ def test_a_resume_refuses_what_changes_the_scores(short_run, tmp_path):
     run = RunFolder(shutil.copytree(short_run.path, tmp_path / "run"))
     before, data = run.config(), run.manifest()["data"]
     guided = before | {"guidance": {"guidance_scale": 3.0}}
-    run.check(guided, data)  # pictures alone may change
+    run.check(guided, data)  # pictures may change
     scored = {"_target_": "evaluation.DigitsEvaluator", "num_samples": 500, "labels": "random"}
-    run.check(before | {"evaluation": scored}, data)  # they begin where there were none
+    run.check(before | {"evaluation": scored}, data)  # scores may be added
     run.config_file.write_text(yaml.safe_dump(before | {"evaluation": scored}))
     for key, changed in (
         ("guidance.guidance_scale", guided | {"evaluation": scored}),
@@ -256,12 +256,12 @@ def test_a_resume_refuses_what_changes_the_scores(short_run, tmp_path):
 
 
 def test_the_optimizer_is_as_configured_and_warms_up(tmp_path):
-    asked = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.1}
-    written = [f"optimizer.{key}={list(value) if key == 'betas' else value}" for key, value in asked.items()]
-    trainer, _ = tiny_trainer(tmp_path, *written, "optimizer.warmup_steps=4")
+    options = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.1}
+    keys = [f"optimizer.{key}={list(value) if key == 'betas' else value}" for key, value in options.items()]
+    trainer, _ = tiny_trainer(tmp_path, *keys, "optimizer.warmup_steps=4")
     optimizer, step, rates = trainer.optimizer, trainer.optimizer.step, []
     (group,) = optimizer.groups
-    assert {key: tuple(group[key]) if key == "betas" else group[key] for key in asked} == asked
+    assert {key: tuple(group[key]) if key == "betas" else group[key] for key in options} == options
     assert set(group["params"]) == set(trainer.net.parameters())
     optimizer.step = lambda skipped: rates.append(group["lr"]) or step(skipped)
     trainer.speed_check = None
@@ -270,15 +270,15 @@ def test_the_optimizer_is_as_configured_and_warms_up(tmp_path):
 
 
 def test_preconditioning_and_loss_are_as_configured(tmp_path):
-    asked = ("diffusion.sigma_data=0.7", "diffusion.loss.P_mean=-0.4", "train.eval_every=2")
-    trainer, _ = tiny_trainer(tmp_path, *asked)
+    options = ("diffusion.sigma_data=0.7", "diffusion.loss.P_mean=-0.4", "train.eval_every=2")
+    trainer, _ = tiny_trainer(tmp_path, *options)
     ((_, evaluator),) = trainer.evaluators
     assert [precond.sigma_data for precond in (trainer.precond, *evaluator.denoisers.values())] == [0.7] * 3
     for loss in (trainer.loss, evaluator.loss_fn):
         assert loss.P_mean == -0.4
 
 
-def test_the_named_entries_are_those_that_were_read(tmp_path):
+def test_the_reported_entries_are_the_ones_read(tmp_path):
     options = ("seed=3", "train.micro_batch_size=4")
     trainer, _ = tiny_trainer(tmp_path, *options)
     read = [batch.x for batch in next(trainer.batches.from_step(5))]
@@ -287,7 +287,7 @@ def test_the_named_entries_are_those_that_were_read(tmp_path):
 
 
 def test_dense_evaluation_sees_all_tokens_and_draws_the_same_each_time(tmp_path):
-    """No evaluation takes the average out of eval mode: samples would be drawn with routes."""
+    """Evaluation leaves the average in eval mode: otherwise, samples would be drawn with routes."""
     trainer, _ = tiny_trainer(tmp_path, "train.eval_every=2", "train.sample_every=2", "sampler.num_steps=2")
     (_, grid), (_, evaluator) = trainer.evaluators
     trainer.net.train()
@@ -317,9 +317,9 @@ def test_clipping_bounds_the_gradient(tmp_path):
 
 
 def test_golden_loss(tmp_path):
-    """A refactoring must not change these losses by a digit on one machine; processors differ by rounding.
+    """A refactoring must not change these losses at all on one machine; processors differ by rounding.
 
-    Without the zeros of adaLN-Zero every part of the network has its say from the first step.
+    Without the zeros of adaLN-Zero, every part of the network affects the loss from the first step.
     """
     tiny_run(tmp_path, "train.log_every=1", "optimizer.lr=1e-3", "model.init=xavier")
     losses = [line["loss"] for line in metrics(tmp_path)]
@@ -331,7 +331,7 @@ GOLDEN += [2.2302377223968506, 1.9560341835021973, 2.22166109085083]
 
 
 def test_drawn_tokens_depend_only_on_seed_step_and_micro_batch(tmp_path):
-    """The first weights on the seed alone."""
+    """The initial weights depend only on the seed."""
 
     def drawn(folder, *overrides):
         trainer, _ = tiny_trainer(tmp_path / folder, "train.micro_batch_size=4", *overrides)
@@ -360,7 +360,7 @@ def test_a_route_schedule_lowers_the_ratio_in_levels_and_ends_dense(tmp_path):
     assert [line["selection_ratio"] for line in metrics(tmp_path / "run")] == [0.5, 0.5, 0.25, 0.25, 0, 0]
 
 
-def test_a_schedule_of_the_total_steps_cannot_be_made_longer(tmp_path):
+def test_total_steps_cannot_change_if_routing_depends_on_them(tmp_path):
     tiny_run(tmp_path, "routing.off_last_steps=2", "train.total_steps=3")
     with pytest.raises(ValueError, match=r"train\.total_steps: 3 -> 8"):
         tiny_trainer(tmp_path, "routing.off_last_steps=2", "train.total_steps=8")
@@ -378,7 +378,7 @@ def test_a_dense_finetune_starts_from_the_average_of_a_routed_run(tmp_path, shor
 
 
 @pytest.mark.parametrize("precision", ["bf16", "no"])
-def test_a_run_records_what_its_block_in_fp32_costs(tmp_path, monkeypatch, precision):
+def test_a_run_records_the_cost_of_its_fp32_block(tmp_path, monkeypatch, precision):
     monkeypatch.setattr("builders.trainer.fp32_slowdown", lambda net, device, bf16: 2.5 if bf16 else 1.0)
     options = ("parity=official", f"train.mixed_precision={precision}", "train.total_steps=3")
     run = RunFolder(tiny_run(tmp_path, *options).checkpoints.folder.parent)
@@ -386,8 +386,8 @@ def test_a_run_records_what_its_block_in_fp32_costs(tmp_path, monkeypatch, preci
     extra = (2.5 - 1) * cost["fp32_training_flops"] if precision == "bf16" else 0
     without = cost["dense_training_flops"] / cost["routed_training_flops"]
     expected = cost["dense_training_flops"] / (cost["routed_training_flops"] + extra)
-    for found in (cost, run.manifest()["speed_check"]):
-        assert found["predicted_speedup"] == pytest.approx(expected)
+    for record in (cost, run.manifest()["speed_check"]):
+        assert record["predicted_speedup"] == pytest.approx(expected)
     assert (expected < without) == (precision == "bf16")
 
 
@@ -409,7 +409,7 @@ def test_the_speed_is_checked_once_after_the_first_checkpoint(tmp_path, save_eve
     trainer.speed_check = lambda ratios: steps.append(trainer.step)
     run_training(trainer, run)
     assert steps == at
-    resumed, run = tiny_trainer(tmp_path, *options)  # which asks its manifest
+    resumed, run = tiny_trainer(tmp_path, *options)  # reads the manifest
     assert resumed.speed_check, "it was not measured"
     run.unlock()
     RunFolder(tmp_path).update({"speed_check": {}})
