@@ -2,7 +2,7 @@
 
     python -m tests.faults.soak --kills 100
 
-The table that it prints is what RESULTS.md shows.
+It prints the table of benchmarks/RESULTS.md.
 """
 
 import argparse
