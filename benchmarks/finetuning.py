@@ -7,7 +7,7 @@ A small Stable Diffusion 3 of diffusers is trained on digits, without routes. `e
 it on the same digits rotated by 90 degrees. The learning rate is the one, of three, at which a dense
 fine-tune of half the steps ends lowest on a separate seed, so that routes are added to a recipe that works.
 First the steps are timed (run nothing else meanwhile). Then each arm gets the seconds of the dense one.
-Scores are the dense loss of held-out digits, and those of `fid.py` for samples that are rotated back.
+Scores are the dense loss of held-out digits, and `fid.py`'s for samples that are rotated back.
 """
 
 import json

@@ -32,7 +32,7 @@ TABLE = re.compile(r"(<!-- study\.published -->\n).*?(<!-- end -->)", re.DOTALL)
 COLUMNS = ("experiment", "with", "metric", "expected", "measured", "difference", "commit")
 HEADER = re.compile(r"^# (\w+): *(.*(?:\n#  .*)*)", re.MULTILINE)
 UNKNOWN = "UNKNOWN"
-# Keys that may differ between runs of a row: names, paths, seeds, and those that suit a machine.
+# Keys that may differ between runs of a row: names, paths, seeds, and settings of a machine.
 FREE = {*FREE_KEYS, "seed", "data.path", "train.init_from", "train.micro_batch_size"}
 FREE = (FREE | {"train.mixed_precision", "train.compile"}) - {"train.total_steps"}
 
