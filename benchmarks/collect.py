@@ -61,8 +61,8 @@ def collect(out: Path, columns: Columns, project: Path, tiny: bool) -> None:
 
 def merged(earlier: Rows, rows: Rows) -> Rows:
     """Merge rows by setting. New rows replace earlier ones, but a failure does not replace a result."""
-    ended = {row["setting"] for row in rows if row.get("failed") != NOT_ENDED}
-    new = ended - (done_in(earlier) - done_in(rows))
+    finished = {row["setting"] for row in rows if row.get("failed") != NOT_ENDED}
+    new = finished - (done_in(earlier) - done_in(rows))
     return [row for row in earlier if row["setting"] not in new] + [r for r in rows if r["setting"] in new]
 
 

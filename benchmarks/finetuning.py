@@ -169,19 +169,19 @@ class Work:
         keys = {"lr": lr, "seed": seed, "total_steps": routed + last, "off_last_steps": last}
         keys |= {"eval_every": every, "save_every": every}
         part = "search" if search else "training"
-        same = {"kind": kind, "arm": arm, "seed": seed, "lr": f"{lr:g}", "part": part}
+        shared = {"kind": kind, "arm": arm, "seed": seed, "lr": f"{lr:g}", "part": part}
         try:
             self._finetune(run, self._keys(kind, ratio) | keys)
         except OSError:
             if search and DIVERGED in (self.out / f"{run}.log").read_text():
-                return [{**same, LOSS: math.inf}]
+                return [{**shared, LOSS: math.inf}]
             raise
         rows = []
         for line in map(json.loads, (self.out / run / "metrics.jsonl").read_text().splitlines()):
             if LOSS in line:
                 step, loss = line["step"], math.inf if line[LOSS] is None else line[LOSS]
                 sec = min(step, routed) * routed_sec + max(0, step - routed) * dense_sec
-                rows.append({**same, "step": step, "sec": sec, LOSS: loss})
+                rows.append({**shared, "step": step, "sec": sec, LOSS: loss})
         return rows[-1:] if search else [*rows[:-1], rows[-1] | self._scores(kind, run)]
 
     def _scores(self, kind: str, run: str) -> dict[str, float]:

@@ -93,10 +93,10 @@ class Worker(ProcessPoolExecutor):
         """Report of the process, once it has built everything. Raises the errors of `build`."""
         return self._built.result()
 
-    def ask(self, word: str) -> Any:
+    def ask(self, request: str) -> Any:
         """Send a request and wait for the answer."""
         _ = self.ready
-        return self.submit(_answer, word).result()
+        return self.submit(_answer, request).result()
 
     def __exit__(self, *error: object) -> None:
         with suppress(BrokenExecutor):
@@ -122,14 +122,14 @@ def _build(build: Callable[..., tuple[Any, Answers]], *arguments: Any) -> Any:
     return report
 
 
-def _answer(word: str) -> Any:
-    return ANSWERS[word]()
+def _answer(request: str) -> Any:
+    return ANSWERS[request]()
 
 
-def take_turns(workers: Mapping[str, Worker], word: str, repeats: int) -> dict[str, list[Any]]:
+def take_turns(workers: Mapping[str, Worker], request: str, repeats: int) -> dict[str, list[Any]]:
     """Ask workers in turn, so that a busy machine slows all of them. Return the answers of each."""
     answers = {name: [] for name in workers}
     for _ in range(repeats):
         for name, worker in workers.items():
-            answers[name].append(worker.ask(word))
+            answers[name].append(worker.ask(request))
     return answers

@@ -29,8 +29,8 @@ class Record:
     """
 
     def __init__(self, name: str, folder: Path, environment: Mapping[str, Any]):
-        where = environment["processor"] if environment["device"] == "cpu" else environment["device"]
-        slug = re.sub(r"[^A-Za-z0-9]+", "-", where).strip("-")
+        machine = environment["processor"] if environment["device"] == "cpu" else environment["device"]
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", machine).strip("-")
         version = environment["versions"]["torch"].split("+")[0]
         self.file, self.rows = folder / f"{name}_{slug}_torch-{version}.csv", []
         self.commit = environment["commit"] or code_of(environment)

@@ -263,9 +263,9 @@ def errors(trainer: Trainer, batch: Batch, step: PlainStep) -> tuple[float, floa
     loss = trainer.loss(trainer.precond.train(), *batch, generator=generator).mean()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in trainer.net.named_parameters()}
-    wanted = {name: parameter.grad for name, parameter in step.net.named_parameters()}
-    difference = torch.nn.utils.get_total_norm([gradients[name] - grad for name, grad in wanted.items()])
-    norm = torch.nn.utils.get_total_norm(wanted.values())
+    plain_grads = {name: parameter.grad for name, parameter in step.net.named_parameters()}
+    difference = torch.nn.utils.get_total_norm([gradients[name] - grad for name, grad in plain_grads.items()])
+    norm = torch.nn.utils.get_total_norm(plain_grads.values())
     return (abs(loss - expected) / expected).item(), (difference / norm).item()
 
 

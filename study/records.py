@@ -69,8 +69,8 @@ class Records:
             self.rows[kind] = [{**row, "guidance": UNGUIDED} for row in scored if row["kind"] == kind]
         for name, rows in self.rows.items():
             evaluations = [tuple(row[key] for key in EVALUATION) for row in rows]
-            if twice := next((keys for keys in evaluations if evaluations.count(keys) > 1), None):
-                raise ValueError(f"{self.folders[0]}: records of {name} contain {', '.join(twice)} twice")
+            if duplicate := next((keys for keys in evaluations if evaluations.count(keys) > 1), None):
+                raise ValueError(f"{self.folders[0]}: records of {name} contain {', '.join(duplicate)} twice")
         for file in self.files("twins_steps_*"):
             self.step_ms |= {(row["setting"], row["arm"]): float(row["ms"]) for row in read_results(file)}
 
@@ -164,12 +164,12 @@ def _at_equal(records: Records, study: str, key: str, arms: Sequence[str], at: s
         costs = [lambda point, ms=ms: point[0] * ms / 1000 for ms in steps_ms]
     if not all(curves):
         return [{}, {}]
-    spent = [
+    series = [
         {seed: [(cost(point), point[2]) for point in points] for seed, points in curve.items()}
         for curve, cost in zip(curves, costs, strict=True)
     ]
-    end = min(max(points[-1][0] for points in seeds.values()) for seeds in spent)
-    scores = [{seed: between(points, end, key) for seed, points in seeds.items()} for seeds in spent]
+    end = min(max(points[-1][0] for points in seeds.values()) for seeds in series)
+    scores = [{seed: between(points, end, key) for seed, points in seeds.items()} for seeds in series]
     return [{seed: score for seed, score in seeds.items() if score is not None} for seeds in scores]
 
 

@@ -233,10 +233,10 @@ class Work:
         keys += [f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null"]
         keys += [f"train.eval_every={every}", f"train.save_every={every}"]
         start_program("train.py", Path(f"{run}.log"), *keys)
-        same = {"arm": arm, "seed": seed, "lr": f"{lr:g}", "part": "search" if search else "training"}
-        rows = [{**same, **row} for row in evaluations_of(run)]
+        shared = {"arm": arm, "seed": seed, "lr": f"{lr:g}", "part": "search" if search else "training"}
+        rows = [{**shared, **row} for row in evaluations_of(run)]
         if scored:
-            last = {**same, **{key: rows[-1][key] for key in ("step", "gflop")}}
+            last = {**shared, **{key: rows[-1][key] for key in ("step", "gflop")}}
             rows += [{**last, **self._guided(run, guidance)} for guidance in GUIDED.get(arm, CFG)]
         return rows
 
@@ -256,12 +256,12 @@ def file_name(text: str) -> str:
 
 def evaluations_of(run: Path) -> Rows:
     """Return step, cost, scores and the mean training loss since the previous one, for each evaluation."""
-    rows, losses, read = [], [], Run(RunFolder(run))
-    for line in read.lines:
+    rows, losses, record = [], [], Run(RunFolder(run))
+    for line in record.lines:
         if line.get("loss") is not None:
             losses.append(line["loss"])
         if LOSS in line:
-            spent = {"step": line["step"], "gflop": 1000 * read.spent("TFLOPs", line["step"])}
+            spent = {"step": line["step"], "gflop": 1000 * record.spent("TFLOPs", line["step"])}
             scores = {key: value for key, value in line.items() if key.startswith(SCORES)}
             rows.append({**spent, "guidance": UNGUIDED, "train_loss": mean(losses), **scores})
             losses.clear()
