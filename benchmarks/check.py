@@ -1,7 +1,7 @@
-"""The stage `check` of `python -m benchmarks.gpu`: the tests that need a GPU, a row for each of their checks.
+"""The stage `check` of `python -m benchmarks.gpu`: the tests that need a GPU, one row for each check.
 
-A test records a check with its error and bound (the fixture `check` in tests/gpu/conftest.py), which pytest
-writes to its report in XML. Without a GPU, or with `--tiny`, the same tests run on the CPU at small sizes.
+A test records a check with its error and bound (fixture `check` in tests/gpu/conftest.py), and pytest writes
+it to its XML report. Without a GPU, or with `--tiny`, the same tests run on the CPU at small sizes.
 """
 
 import json
@@ -31,28 +31,28 @@ SETTINGS = {
 
 
 def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
-    """What measures each setting; see `benchmarks.gpu`."""
+    """Plan a measurement of each setting; see `benchmarks.gpu`."""
     on_gpu, settings = device.type == "cuda" and not tiny, SETTINGS
     if on_gpu:
         tests = sorted((PROJECT / "tests").rglob("test_*.py"))
-        rest = [str(file) for file in tests if "mark.gpu" in file.read_text() and file.parent.name != "gpu"]
-        settings = SETTINGS | {"gpu tests": rest}
+        others = [str(file) for file in tests if "mark.gpu" in file.read_text() and file.parent.name != "gpu"]
+        settings = SETTINGS | {"gpu tests": others}
     return {name: partial(run_tests, ids, on_gpu) for name, ids in settings.items()}
 
 
 def run_tests(tests: list[str], on_gpu: bool) -> Rows:
-    """Run tests in a process of their own; a row for each of their checks, and for each test that failed."""
+    """Run tests in a separate process. Return a row for each check, and for each failed test."""
     with tempfile.TemporaryDirectory() as folder:
         report, selected = Path(folder) / "report.xml", "gpu" if on_gpu else "not gpu"
         command = [sys.executable, "-m", "pytest", "-q", "-m", selected, "-p", "no:cacheprovider", *tests]
-        ended = subprocess.run([*command, f"--junitxml={report}"], cwd=PROJECT)
+        result = subprocess.run([*command, f"--junitxml={report}"], cwd=PROJECT)
         if not report.exists():
-            return [{"what": "pytest", "failed": f"it ended with status {ended.returncode}"}]
+            return [{"what": "pytest", "failed": f"exit status {result.returncode}"}]
         return rows_of(ElementTree.parse(report))
 
 
 def rows_of(report: ElementTree.ElementTree) -> Rows:
-    """The checks in a report of pytest; one row for tests that have none."""
+    """Return the checks of a pytest report as rows; if it has none, one row that counts its tests."""
     rows, counts = [], {"passed": 0, "skipped": 0}
     for test in report.iter("testcase"):
         checks = [
@@ -64,6 +64,6 @@ def rows_of(report: ElementTree.ElementTree) -> Rows:
             rows.append({"what": test.get("name"), "failed": " ".join(failure.get("message").split())[:300]})
         counts["skipped" if test.find("skipped") is not None else "passed"] += failure is None
     if not rows:
-        failed = "" if counts["passed"] else "no test has passed"
+        failed = "" if counts["passed"] else "no test passed"
         rows = [{"what": ", ".join(f"{count} {what}" for what, count in counts.items()), "failed": failed}]
     return rows

@@ -1,7 +1,7 @@
-"""Merge records of `benchmarks.gpu` into the project, and fill the tables of README.md and RESULTS.md.
+"""Merge records of `benchmarks.gpu` into the project, and write the tables of README.md and RESULTS.md here.
 
-A table stands between `<!-- benchmarks.gpu NAME -->` and `<!-- end -->` and is written here alone; without a
-record it is empty.
+A table stands between `<!-- benchmarks.gpu NAME -->` and `<!-- end -->`. Do not edit it by hand. It is empty
+without a record.
 """
 
 import re
@@ -23,35 +23,36 @@ from benchmarks.results import (
 from runtime.files import write_text
 from runtime.provenance import environment
 
-PAGES = ("README.md", "RESULTS.md")
+PAGES = ("benchmarks/README.md", "benchmarks/RESULTS.md")
 TABLE = re.compile(r"(<!-- benchmarks\.gpu (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SPEED = ("setting", "images_per_sec", "utilisation", "speedup_over_dense", "share_of_predicted")
-Columns = Mapping[str, Mapping[str, str]]  # of each stage's table, key -> format
+Columns = Mapping[str, Mapping[str, str]]  # stage -> the columns of its table: key -> format
 
 
 def collect(out: Path, columns: Columns, project: Path, tiny: bool) -> None:
-    """Merge the records of a folder into those of the project, and fill the tables from all of these.
+    """Merge the records of a folder into the project's, and write the tables from the result.
 
     Args:
-        tiny: the records are of a rehearsal, for a copy of the project.
+        out: a folder with records of `benchmarks.gpu`.
+        project: the root of the project, or of a copy. Collect a rehearsal (`tiny`) into a copy.
     """
     files = {file: read_environment(file) for file in sorted(out.glob("gpu_*.csv"))}
     if not files:
-        raise ValueError(f"{out} has no record: python -m benchmarks.gpu {out} writes them")
-    for file, about in files.items():
-        if about["tiny"] != str(tiny):
-            raise ValueError(f"{file} is {'not ' if tiny else ''}of a rehearsal (--tiny)")
+        raise ValueError(f"{out} has no record: run python -m benchmarks.gpu {out}")
+    for file, header in files.items():
+        if header["tiny"] != str(tiny):
+            raise ValueError(f"{file} is {'not a rehearsal: omit' if tiny else 'a rehearsal: add'} --tiny")
     here = environment(torch.device("cpu"))
-    for file, about in files.items():
+    for file, header in files.items():
         target = project / "benchmarks" / "results" / file.name
         rows = read_results(file)
         for row in rows:
-            # A copy of the code without its newest history cannot name its commit.
+            # A copy of the code without its history records a hash in place of the commit.
             if row["commit"] == code_of(here) and here["commit"] and not here["uncommitted_changes"]:
                 row["commit"] = here["commit"]
         if target.exists():
             rows = merged(read_results(target), rows)
-        write_record(target, rows, about)
+        write_record(target, rows, header)
         print(f"recorded in {target}")
     for page in PAGES:
         results = project / "benchmarks" / "results"
@@ -59,27 +60,27 @@ def collect(out: Path, columns: Columns, project: Path, tiny: bool) -> None:
 
 
 def merged(earlier: Rows, rows: Rows) -> Rows:
-    """Rows with each setting once: newer ones replace earlier ones unless they failed where those did not."""
-    ended = {row["setting"] for row in rows if row.get("failed") != NOT_ENDED}
-    new = ended - (done_in(earlier) - done_in(rows))
+    """Merge rows by setting. New rows replace earlier ones, but a failure does not replace a result."""
+    finished = {row["setting"] for row in rows if row.get("failed") != NOT_ENDED}
+    new = finished - (done_in(earlier) - done_in(rows))
     return [row for row in earlier if row["setting"] not in new] + [r for r in rows if r["setting"] in new]
 
 
 def filled(text: str, results: Path, columns: Columns) -> str:
-    """A page with its tables written again."""
-    tables = {name: of_stage(results, name, form) for name, form in columns.items()}
+    """Return the text of a page with new tables."""
+    tables = {name: stage_table(results, name, form) for name, form in columns.items()}
     speed = {key: columns["step"][key] for key in SPEED}
-    tables["speed"] = of_stage(results, "step", speed, lambda row: row.get("step") == "routed")
+    tables["speed"] = stage_table(results, "step", speed, lambda row: row.get("step") == "routed")
     return TABLE.sub(lambda match: f"{match[1]}{tables[match[2]]}\n{match[3]}", text)
 
 
-def of_stage(
+def stage_table(
     results: Path,
     stage: str,
     columns: Mapping[str, str],
     chosen: Callable[[Mapping[str, str]], bool] = lambda row: True,
 ) -> str:
-    """The table of each record of a stage, and where it is from; an empty one without records."""
+    """Return a table and its caption for each record of a stage; an empty table without records."""
     tables = []
     for file in sorted(results.glob(f"gpu_{stage}_*.csv")):
         rows = [row for row in read_results(file) if chosen(row)]
@@ -91,13 +92,13 @@ def of_stage(
 
 
 def caption(file: Path, stage: str) -> str:
-    """Where a record comes from."""
-    found = read_environment(file)
-    device = found["processor"] if found["device"] == "cpu" else found["device"]
-    version = re.search(r'"torch": "([^"]+)"', found["versions"])[1]
+    """Return the command, commits, date, device and torch version of a record."""
+    header = read_environment(file)
+    device = header["processor"] if header["device"] == "cpu" else header["device"]
+    version = re.search(r'"torch": "([^"]+)"', header["versions"])[1]
     commits = dict.fromkeys(
         re.sub(r"^([0-9a-f]{7})[0-9a-f]+", r"\1", row["commit"]) for row in read_results(file)
     )
-    code = f"commit {', '.join(commits)}" + (" (a rehearsal)" if found["tiny"] == "True" else "")
-    what = f"`python -m benchmarks.gpu OUT {stage}` at {code}, {found['date']}, {device}, torch {version}"
-    return f"{what} ([record](benchmarks/results/{file.name}))."
+    code = f"commit {', '.join(commits)}" + (" (a rehearsal)" if header["tiny"] == "True" else "")
+    source = f"`python -m benchmarks.gpu OUT {stage}` at {code}, {header['date']}, {device}, torch {version}"
+    return f"{source} ([record](results/{file.name}))."

@@ -1,9 +1,9 @@
-"""Step time of diffusers' transformers, routed against dense, beside what the FLOPs promise.
+"""Step time of diffusers' transformers, routed against dense, compared with what the FLOPs promise.
 
 The stage `families` of `python -m benchmarks.gpu`: five classes at their published widths, with random
 weights, 12 blocks and 77 tokens of text; one route, blocks 2 to depth-4, ratio 0.5. A step is a forward and a
-backward pass to all weights, in bf16 where the device is fast at it. FLOPs are those of matrix products,
-attention included, as in models/cost.py; torch counts them while one step of each kind runs.
+backward pass to all weights, in bf16 if the device is fast at it. FLOPs count matrix products, attention
+included, as in models/cost.py; torch counts them during one step of each kind.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from training.speed import interleaved_seconds, speedup
 
 DEPTH, NUM_TEXT, TEXT_DIM, POOLED_DIM = 12, 77, 48, 24
 RATIO, ROUTE = 0.5, Route(0.5, 2, -4)
-NUM_TOKENS, BATCH_TOKENS, REPEATS = (1024, 4096), 16384, 5  # of an image, of all samples
+NUM_TOKENS, BATCH_TOKENS, REPEATS = (1024, 4096), 16384, 5  # tokens of an image, of a batch
 COLUMNS = {
     "setting": "{}",
     "parameters": "{:.3g}",
@@ -35,8 +35,8 @@ COLUMNS = {
     "n": "{}",
     "failed": "{}",
 }
-# The width and the number of heads of each published configuration, from small to large: PixArt-alpha XL/2,
-# Wan 1.3B, Stable Diffusion 3 medium, AuraFlow, FLUX.1.
+# Width and number of heads of each published configuration, from small to large: PixArt-alpha XL/2, Wan 1.3B,
+# Stable Diffusion 3 medium, AuraFlow, FLUX.1.
 WIDTHS = {
     "PixArtTransformer2DModel": (1152, 16),
     "WanTransformer3DModel": (1536, 12),
@@ -47,12 +47,12 @@ WIDTHS = {
 
 
 class Size(NamedTuple):
-    """Of a model, and of a batch of images of side x side tokens."""
+    """The sizes of a model and of a batch."""
 
     width: int
     num_heads: int
     depth: int
-    side: int
+    side: int  # an image has side x side tokens
     batch: int
     num_text: int
 
@@ -69,9 +69,7 @@ def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
 
 
 def options_and_inputs(name: str, size: Size) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of a class as it was published, with fewer blocks and narrower texts, and inputs of its
-    forward.
-    """
+    """Return the published options of a class, with fewer blocks and narrower texts, and forward inputs."""
     width, num_heads, depth, side, N, num_text = size
     # FLUX: 16, 56 and 56 of 128 channels rotate by plane, row and column.
     first = width // num_heads // (8 if width // num_heads % 32 == 0 else 4)
@@ -107,16 +105,16 @@ def options_and_inputs(name: str, size: Size) -> tuple[dict[str, Any], dict[str,
 
 
 def measure(name: str, size: Size, repeats: int, device: torch.device) -> Rows:
-    """Time a step of a class, dense and routed in turn: one row."""
+    """Time a step of a class, dense and routed in turn. Return one row."""
     import diffusers
 
     torch.manual_seed(0)
-    with device:  # billions of weights are drawn where they are needed
+    with device:  # draw billions of weights on the device itself
         options, inputs = options_and_inputs(name, size)
         model = getattr(diffusers, name)(**options)
     attach(model.train(), [ROUTE])
     steps = {ratio: partial(_step, model, inputs, device, ratio) for ratio in (0.0, RATIO)}
-    steps[0.0]()  # a first step may count what later ones do not run
+    steps[0.0]()  # the first step may run products that later ones do not
     flops = {ratio: count_flops(step) for ratio, step in steps.items()}
     times = interleaved_seconds(steps, device, repeats)
     return [
@@ -136,7 +134,7 @@ def measure(name: str, size: Size, repeats: int, device: torch.device) -> Rows:
 
 
 def count_flops(step: Callable[[], object]) -> int:
-    """The FLOPs of the matrix products of a step, attention included, while it runs."""
+    """Run a step and count the FLOPs of its matrix products, attention included."""
     with FlopCounterMode(display=False) as counter:
         step()
     return counter.get_total_flops()

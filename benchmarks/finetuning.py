@@ -1,13 +1,13 @@
-"""Does routing pay in a fine-tune? All weights or LoRA, with and without routes, in the same time.
+"""Do routes pay in a fine-tune? All weights or LoRA, with and without routes, in the same time.
 
-    python -m benchmarks.finetuning OUT           the same command resumes
-    python -m benchmarks.finetuning OUT --tiny    a rehearsal, at sizes that take seconds
+    python -m benchmarks.finetuning OUT           run it again to resume
+    python -m benchmarks.finetuning OUT --tiny    a rehearsal at sizes that take seconds
 
-A small Stable Diffusion 3 of diffusers is trained on digits, without routes, and fine-tuned by
-`examples.finetune` on the same digits lying on their side. The learning rate is the one, of three, at which a
-dense fine-tune of half the steps ends lowest on a seed of its own: routes are added to a recipe that works.
-First the steps are timed (let nothing run beside that); then each arm has the seconds of the dense one. Its
-end is scored by the dense loss of held-out digits, and by samples that are set upright for `fid.py`.
+A small Stable Diffusion 3 of diffusers is trained on digits, without routes. `examples.finetune` fine-tunes
+it on the same digits rotated by 90 degrees. The learning rate is the one, of three, at which a dense
+fine-tune of half the steps ends lowest on a separate seed, so that routes are added to a recipe that works.
+First the steps are timed (run nothing else meanwhile). Then each arm gets the seconds of the dense one.
+Scores are the dense loss of held-out digits, and `fid.py`'s for samples that are rotated back.
 """
 
 import json
@@ -41,7 +41,7 @@ RANK, NUM_HELD_OUT = 8, 256
 REPEATS = 15
 NUM_SAMPLES, NUM_STEPS = 500, 25
 LOSS = "val_loss_dense"
-DIVERGED = "no finite loss or gradient"  # in the error of examples.finetune
+DIVERGED = "no finite loss or gradient"  # in the error message of examples.finetune
 SCORES = ("fd_pixel", "label_accuracy", "precision", "recall")
 COLUMNS = {
     **dict.fromkeys(("kind", "arm", "seed", "lr", "step"), "{}"),
@@ -52,7 +52,7 @@ COLUMNS = {
 
 
 class Sizes(NamedTuple):
-    """Of the network, and of the trainings."""
+    """The sizes of the network and of the trainings."""
 
     width: int = 96
     pretraining_steps: int = 1500
@@ -60,7 +60,7 @@ class Sizes(NamedTuple):
     batch_size: int = 16
 
 
-# A ratio on blocks 2 to -2 of 8, and the part of the time in the end that is dense.
+# The ratio on blocks 2 to -2 of 8, and the fraction of the time at the end that is dense.
 ARMS = {
     "dense": (0.0, 0.0),
     "ratio 0.25": (0.25, 0.0),
@@ -71,15 +71,15 @@ ARMS = {
 
 
 def main() -> None:
-    """Train, time, fine-tune and score what is not in the record, and print it."""
-    asked = study_parser("benchmarks.finetuning", __doc__).parse_args()
-    torch.set_num_threads(1)  # as what runs on a core has
+    """Train, time, fine-tune and score everything that is not in the record, and print it."""
+    request = study_parser("benchmarks.finetuning", __doc__).parse_args()
+    torch.set_num_threads(1)  # as for programs that have one core
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    about = environment(torch.device("cpu")) | {"tiny": asked.tiny}
-    asked.out.mkdir(parents=True, exist_ok=True)
-    record = Record("finetuning_twins", asked.out, about)
-    sizes = Sizes(32, 4, 4, 4) if asked.tiny else Sizes()
-    work = Work(asked.out.resolve(), sizes, record, asked.jobs)
+    header = environment(torch.device("cpu")) | {"tiny": request.tiny}
+    request.out.mkdir(parents=True, exist_ok=True)
+    record = Record("finetuning_twins", request.out, header)
+    sizes = Sizes(32, 4, 4, 4) if request.tiny else Sizes()
+    work = Work(request.out.resolve(), sizes, record, request.jobs)
     work.prepare()
     for kind in LRS:
         work.do([(kind, "dense", SEARCH_SEED, lr) for lr in LRS[kind]])
@@ -91,15 +91,15 @@ def main() -> None:
 
 @dataclass
 class Work:
-    """The fine-tunes, in a folder."""
+    """The fine-tunes in a folder."""
 
     out: Path
     sizes: Sizes
     record: Record
-    jobs: int  # at a time
+    jobs: int  # fine-tunes at once
 
     def prepare(self) -> None:
-        """Write inputs, train the network that is fine-tuned, and time the arms, where that is not done."""
+        """Write inputs, train the network to fine-tune, and time the arms, unless done already."""
         write_inputs(self.out)
         if not (self.out / "pretrained/model").exists():
             write_network(self.out / "untrained", self.sizes.width)
@@ -111,23 +111,23 @@ class Work:
             self.record.add("times", self._time())
 
     def do(self, units: Sequence[tuple[str, str, int, float]]) -> None:
-        """Fine-tune and score (kind, arm, seed, learning rate) that are not in the record."""
-        named = {
+        """Fine-tune and score the units (kind, arm, seed, learning rate) that are not in the record."""
+        settings = {
             f"{kind}: {arm}, lr {lr:g}, seed {seed}": (kind, arm, seed, lr) for kind, arm, seed, lr in units
         }
-        calls = {name: partial(self._train, name, *unit) for name, unit in named.items()}
+        calls = {name: partial(self._train, name, *unit) for name, unit in settings.items()}
         record_all(calls, self.record, self.jobs)
 
     def chosen_lr(self, kind: str) -> float:
-        """The learning rate whose search ended lowest."""
+        """Return the learning rate whose search ended with the lowest loss."""
         search = [row for row in self.record.rows if row.get("part") == "search" and row["kind"] == kind]
         ends = {float(row["lr"]): float(row[LOSS]) for row in search}
         if len(ends) < len(LRS[kind]) or min(ends.values()) == math.inf:
-            raise SystemExit(f"a search of the learning rate failed: see {self.record.file}")
+            raise SystemExit(f"the search of a learning rate failed: see {self.record.file}")
         return min(ends, key=ends.get)
 
     def steps_of(self, kind: str, arm: str, search: bool) -> tuple[int, int]:
-        """The steps of an arm with its routes, and the dense steps after them."""
+        """Return the number of steps of an arm with routes, and of dense steps after them."""
         (ratio, end), dense = ARMS[arm], self.sizes.steps // 2 if search else self.sizes.steps
         last, faster = round(end * dense), self._seconds(kind, 0.0) / self._seconds(kind, ratio)
         return round((dense - last) * faster), last
@@ -145,14 +145,14 @@ class Work:
     def _time(self) -> Rows:
         steps = {}
         for kind, ratio in product(LRS, sorted({ratio for ratio, _ in ARMS.values()})):
-            # No log between.
+            # No log point within the timed steps.
             request = finetune.FinetuneConfig(**self._keys(kind, ratio), log_every=REPEATS + 1)
             folder, inputs = RunFolder(self.out / "timed"), finetune.open_inputs(request)
             trainer = finetune.build_trainer(request, *inputs, folder, ALONE)
             batches = trainer.batches.from_step(0)
-            steps[kind, ratio] = lambda step=trainer.train_step, of=batches: step(next(of))
+            steps[kind, ratio] = lambda step=trainer.train_step, batches=batches: step(next(batches))
         seconds = interleaved_seconds(steps, torch.device("cpu"), REPEATS)
-        return [{"kind": kind, "ratio": ratio, **spread(of)} for (kind, ratio), of in seconds.items()]
+        return [{"kind": kind, "ratio": ratio, **spread(secs)} for (kind, ratio), secs in seconds.items()]
 
     def _seconds(self, kind: str, ratio: float) -> float:
         rows = [row for row in self.record.rows if row["setting"] == "times" and row["kind"] == kind]
@@ -160,28 +160,28 @@ class Work:
         return ms / 1000
 
     def _train(self, name: str, kind: str, arm: str, seed: int, lr: float) -> Rows:
-        """A row for each evaluation; the last one has the scores of samples."""
+        """Fine-tune once. Return a row for each evaluation; the last one has the scores of samples."""
         search, run = seed == SEARCH_SEED, name.replace(":", "").replace(",", "").replace(" ", "_")
         routed, last = self.steps_of(kind, arm, search)
         ratio, _ = ARMS[arm]
-        dense, own = self._seconds(kind, 0.0), self._seconds(kind, ratio)
+        dense_sec, routed_sec = self._seconds(kind, 0.0), self._seconds(kind, ratio)
         every = max(1, self.sizes.steps // 10)
         keys = {"lr": lr, "seed": seed, "total_steps": routed + last, "off_last_steps": last}
         keys |= {"eval_every": every, "save_every": every}
         part = "search" if search else "training"
-        same = {"kind": kind, "arm": arm, "seed": seed, "lr": f"{lr:g}", "part": part}
+        shared = {"kind": kind, "arm": arm, "seed": seed, "lr": f"{lr:g}", "part": part}
         try:
             self._finetune(run, self._keys(kind, ratio) | keys)
         except OSError:
             if search and DIVERGED in (self.out / f"{run}.log").read_text():
-                return [{**same, LOSS: math.inf}]
+                return [{**shared, LOSS: math.inf}]
             raise
         rows = []
         for line in map(json.loads, (self.out / run / "metrics.jsonl").read_text().splitlines()):
             if LOSS in line:
                 step, loss = line["step"], math.inf if line[LOSS] is None else line[LOSS]
-                sec = min(step, routed) * own + max(0, step - routed) * dense
-                rows.append({**same, "step": step, "sec": sec, LOSS: loss})
+                sec = min(step, routed) * routed_sec + max(0, step - routed) * dense_sec
+                rows.append({**shared, "step": step, "sec": sec, LOSS: loss})
         return rows[-1:] if search else [*rows[:-1], rows[-1] | self._scores(kind, run)]
 
     def _scores(self, kind: str, run: str) -> dict[str, float]:
@@ -196,7 +196,7 @@ class Work:
 
 
 def write_inputs(out: Path) -> None:
-    """Write the digits, upright and lying on their side, in the form that `examples.finetune` takes."""
+    """Write the digits, upright and rotated, in the format of `examples.finetune`."""
     from sklearn.datasets import load_digits
 
     digits(str(out / "digits"), 8, 1, 10)  # the reference of scores
@@ -211,7 +211,7 @@ def write_inputs(out: Path) -> None:
 
 
 def write_network(folder: Path, width: int) -> None:
-    """Write a Stable Diffusion 3 with random weights, whose tokens are pixels and whose text is a class."""
+    """Write a Stable Diffusion 3 with random weights. Its tokens are pixels and its text is a class."""
     from diffusers import SD3Transformer2DModel
 
     torch.manual_seed(0)
@@ -223,10 +223,10 @@ def write_network(folder: Path, width: int) -> None:
 
 @torch.no_grad()
 def drawn(model: Path, base: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    """Draw upright digits (N, 8, 8, 1) and their classes.
+    """Draw upright digits (N, 8, 8, 1) and their classes (N,).
 
     Args:
-        base: of the adapters in `model`; None: it has all weights.
+        base: the model that the adapters in `model` belong to; None: `model` has all weights.
     """
     from diffusers import AutoModel
 
@@ -249,7 +249,7 @@ def drawn(model: Path, base: Path | None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def upright(images: Tensor) -> np.ndarray:
-    """Turn images (N, C, H, W) back: (N, H, W, C)."""
+    """Rotate images (N, C, H, W) back: (N, H, W, C)."""
     return torch.rot90(images, k=-1, dims=(2, 3)).permute(0, 2, 3, 1).contiguous().numpy()
 
 

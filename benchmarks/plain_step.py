@@ -1,9 +1,9 @@
-"""The plain training step that speed-ups are measured against: what a good engineer writes at first.
+"""The plain training step that speed-ups are measured against: a good first implementation.
 
-DiT [DiT] of timm's blocks (scaled dot product attention), one route [TREAD], the preconditioning and loss of
-[EDM], AdamW and the average of the weights; eager, fp32 throughout. Nothing is slowed down on purpose. It
-shares no code with the network of this repository, only the names of the parameters and the order of the
-random draws, so that both can be compared number by number.
+It has a DiT [DiT] of timm's blocks (scaled dot product attention), one route [TREAD], the preconditioning and
+loss of [EDM], AdamW and averaged weights, eager and in fp32. Nothing is slowed down on purpose. It shares no
+code with the network of this repository. It uses the same parameter names and order of random draws, so that
+a test can compare all numbers.
 
 Shapes: N samples, C channels, H = W = input_size, T tokens, K kept tokens, D channels of a token.
 """
@@ -36,7 +36,7 @@ class PlainBlock(nn.Module):
 
 
 class PlainDiT(nn.Module):
-    """DiT in which all but the kept tokens bypass the blocks from `start` to `end`, inclusive."""
+    """DiT whose bypassing tokens skip the blocks from `start` to `end`, both inclusive."""
 
     def __init__(
         self,
@@ -93,10 +93,10 @@ class PlainDiT(nn.Module):
 
 
 class PlainStep:
-    """One optimizer step after the other, on the same batch.
+    """Optimizer steps on one batch.
 
     Args:
-        num_kept: K; T does not route.
+        num_kept: K; T turns routing off.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PlainStep:
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, weight_decay=0.0, foreach=True)
 
     def __call__(self) -> None:
-        """Loss, gradients, AdamW, average of the weights."""
+        """Run loss, gradients, AdamW and the average of the weights."""
         self.loss(None).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -116,7 +116,7 @@ class PlainStep:
         torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1e-4)
 
     def loss(self, generator: torch.Generator | None) -> torch.Tensor:
-        """The mean loss of the batch, [EDM] Table 1 with sigma_data 0.5."""
+        """Return the mean loss of the batch, [EDM] Table 1 with sigma_data 0.5."""
         x, options = self.x, {"generator": generator, "device": self.x.device}
         N, T = len(x), self.net.pos_embed.shape[1]
         sigma = (1.2 * torch.randn(N, 1, 1, 1, **options) - 1.2).exp()

@@ -1,4 +1,4 @@
-"""Processes that build something and run it on request, so that they can take turns."""
+"""Command lines of benchmarks, programs that run at once, and worker processes that take turns."""
 
 import argparse
 import multiprocessing
@@ -15,74 +15,73 @@ from typing import Any
 from benchmarks.results import Record, Rows
 from runtime.provenance import PROJECT
 
-# Forks of a process that has the libraries and has not touched a device.
+# Workers are forks of a process that has imported the libraries and not used a device.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["benchmarks.runs"])
-Answers = Mapping[str, Callable[[], Any]]  # by request
-ANSWERS: dict[str, Callable[[], Any]] = {}  # in the process of a worker
+Answers = Mapping[str, Callable[[], Any]]  # request -> function
+ANSWERS: dict[str, Callable[[], Any]] = {}  # of this worker process
 
 
 def program_parser(module: str, description: str) -> argparse.ArgumentParser:
-    """The parser of a program, whose help shows the description as it is written."""
+    """Return a parser that prints the description without reflowing it."""
     raw = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(f"python -m {module}", description=description, formatter_class=raw)
 
 
 def study_parser(module: str, description: str) -> argparse.ArgumentParser:
-    """The same for a program that trains many runs and records them."""
+    """Return a parser for a program that trains and records many runs."""
     parser = program_parser(module, description)
     parser.add_argument("out", type=Path, help="folder of the runs and the records")
-    parser.add_argument("--tiny", action="store_true", help="a rehearsal, at sizes that take seconds")
-    parser.add_argument(
-        "--jobs", type=int, default=2, help="at a time, each on its share of the cores; default: 2"
-    )
+    parser.add_argument("--tiny", action="store_true", help="rehearse the same code at small sizes")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once, sharing the cores (default: 2)")
     return parser
 
 
 def record_all(calls: Mapping[str, Callable[[], Rows]], record: Record, jobs: int) -> None:
-    """Call functions by what is not in a record yet, some at a time, each on its share of the cores, and add
-    their rows as they end, or why they failed. Ctrl-C ends the programs that run, and starts no other.
+    """Call the functions of the settings that are not in a record yet, and add their rows or errors to it.
+
+    `jobs` calls run at once, each on its share of the cores. Ctrl-C stops them and starts no others.
     """
     cores = sorted(os.sched_getaffinity(0))
     shares = [set(cores[i::jobs]) or set(cores) for i in range(jobs)]
-    # What a thread starts runs on its cores: programs that share cores wait for each other.
+    # Programs inherit the cores of the thread that starts them; on shared cores they would wait.
     with ThreadPoolExecutor(jobs, initializer=lambda: os.sched_setaffinity(0, shares.pop())) as pool:
         todo = calls.keys() - record.done()
-        started = {pool.submit(call): name for name, call in calls.items() if name in todo}
+        settings = {pool.submit(call): name for name, call in calls.items() if name in todo}
         try:
-            for i, ended in enumerate(as_completed(started), start=1):
+            for i, future in enumerate(as_completed(settings), start=1):
                 try:
-                    rows = ended.result()
+                    rows = future.result()
                 except (OSError, ValueError) as error:  # the same command tries again
                     rows = [{"failed": str(error)}]
-                record.add(started[ended], rows)
-                print(f"{i} of {len(started)}: {started[ended]}", flush=True)
+                record.add(settings[future], rows)
+                print(f"{i} of {len(settings)}: {settings[future]}", flush=True)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def start_program(program: str, log: Path, *overrides: str) -> None:
-    """Run a program of the project on the CPU; its output goes to the end of a file.
+    """Run a program of the project on the CPU, and append its output to a log.
 
     Args:
         program: a file, or `-m` and a module.
 
     Raises:
-        OSError: it ended with an error.
+        OSError: the program failed.
     """
     command = [sys.executable, *program.split(), *overrides]
     with log.open("ab") as file:
         on_cpu = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-        ended = subprocess.run(command, cwd=PROJECT, env=on_cpu, stdout=file, stderr=subprocess.STDOUT)
-    if ended.returncode:
-        raise OSError(f"{program} ended with status {ended.returncode} ({log})")
+        result = subprocess.run(command, cwd=PROJECT, env=on_cpu, stdout=file, stderr=subprocess.STDOUT)
+    if result.returncode:
+        raise OSError(f"{program} failed with exit status {result.returncode} (log: {log})")
 
 
 class Worker(ProcessPoolExecutor):
-    """A process that builds something, and answers requests about it.
+    """A process that builds an object and answers requests about it.
 
     Args:
-        build: called in the process with the arguments; returns a report, and what answers each request.
+        build: called in the process with `arguments`; returns a report and the answers to requests.
     """
 
     def __init__(self, build: Callable[..., tuple[Any, Answers]], *arguments: Any):
@@ -91,23 +90,23 @@ class Worker(ProcessPoolExecutor):
 
     @property
     def ready(self) -> Any:
-        """The report of the process once all is built; raises what building raised."""
+        """Report of the process, once it has built everything. Raises the errors of `build`."""
         return self._built.result()
 
-    def ask(self, word: str) -> Any:
-        """Send a request, and wait for the answer."""
+    def ask(self, request: str) -> Any:
+        """Send a request and wait for the answer."""
         _ = self.ready
-        return self.submit(_answer, word).result()
+        return self.submit(_answer, request).result()
 
     def __exit__(self, *error: object) -> None:
         with suppress(BrokenExecutor):
-            # Else it would wait for workers of its own, for data, which ignore signals.
+            # A normal exit would wait for its data workers, which ignore signals.
             self.submit(os._exit, 0)
         super().__exit__(*error)
 
 
 def _started() -> None:
-    # A process inherits the method that started it; workers of its own, for data, have the default one.
+    # A process inherits its start method. Its data workers use the default one.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -123,14 +122,14 @@ def _build(build: Callable[..., tuple[Any, Answers]], *arguments: Any) -> Any:
     return report
 
 
-def _answer(word: str) -> Any:
-    return ANSWERS[word]()
+def _answer(request: str) -> Any:
+    return ANSWERS[request]()
 
 
-def take_turns(workers: Mapping[str, Worker], word: str, repeats: int) -> dict[str, list[Any]]:
-    """Answers of workers that take turns, so that a machine that is busy slows all of them."""
-    found = {name: [] for name in workers}
+def take_turns(workers: Mapping[str, Worker], request: str, repeats: int) -> dict[str, list[Any]]:
+    """Ask workers in turn, so that a busy machine slows all of them. Return the answers of each."""
+    answers = {name: [] for name in workers}
     for _ in range(repeats):
         for name, worker in workers.items():
-            found[name].append(worker.ask(word))
-    return found
+            answers[name].append(worker.ask(request))
+    return answers

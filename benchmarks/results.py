@@ -1,4 +1,4 @@
-"""Records of measurements: CSV files whose first lines, marked with #, say where they come from."""
+"""Records of measurements: CSV files with a header of `# key: value` lines on their origin."""
 
 import csv
 import json
@@ -14,64 +14,64 @@ from runtime.tables import csv_text
 
 RESULTS = Path(__file__).parent / "results"
 NOT_ENDED = "started and not ended"
-OF_ROWS = ("commit", "source_sha256", "uncommitted_changes")  # in a record that is continued
+ROW_KEYS = ("commit", "source_sha256", "uncommitted_changes")  # may differ between the rows of a record
 Rows = list[dict[str, Any]]
 
 
 class Record:
-    """The record of a program, written after every setting, which the same command continues.
+    """A record of a program, written after every setting. The same command continues it.
 
-    The file is named by program, device and torch, and each row names its commit. A rehearsal (`tiny`) and a
-    measurement do not share a record.
+    The file name contains program, device and torch version, and each row names its commit. A rehearsal
+    (`tiny`) and a measurement do not share a record.
 
     Args:
-        environment: of `runtime.provenance`, taken before the measurement.
+        environment: from `runtime.provenance`, taken before the measurement.
     """
 
     def __init__(self, name: str, folder: Path, environment: Mapping[str, Any]):
-        where = environment["processor"] if environment["device"] == "cpu" else environment["device"]
-        slug = re.sub(r"[^A-Za-z0-9]+", "-", where).strip("-")
+        machine = environment["processor"] if environment["device"] == "cpu" else environment["device"]
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", machine).strip("-")
         version = environment["versions"]["torch"].split("+")[0]
         self.file, self.rows = folder / f"{name}_{slug}_torch-{version}.csv", []
         self.commit = environment["commit"] or code_of(environment)
         self.commit += " with uncommitted changes" if environment["uncommitted_changes"] else ""
-        shared = {key: value for key, value in environment.items() if key not in OF_ROWS}
+        shared = {key: value for key, value in environment.items() if key not in ROW_KEYS}
         self.environment = {"date": date.today().isoformat(), **shared}
         tiny = environment.get("tiny", False)
         if self.file.exists():
             earlier, self.rows = read_environment(self.file), read_results(self.file)
-            for row in self.rows:  # of a record whose commit stands above them
+            for row in self.rows:  # old records name the commit in the header
                 row.setdefault("commit", earlier.get("commit", ""))
             if earlier.get("tiny", "False") != str(tiny):
-                raise ValueError(f"{self.file} is of tiny {not tiny}, not {tiny}: give another folder")
+                raise ValueError(f"{self.file} has tiny={not tiny}, not {tiny}: use another folder")
 
     def add(self, setting: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the rows of a setting, in place of those that had failed."""
+        """Write the rows of a setting, replacing its earlier rows."""
         kept = [row for row in self.rows if row["setting"] != setting]
         self.rows = [*kept, *({"setting": setting, **row, "commit": self.commit} for row in rows)]
         write_record(self.file, self.rows, self.environment)
 
     def started(self) -> set[str]:
-        """The settings that have rows."""
+        """Return the settings that have rows."""
         return {row["setting"] for row in self.rows}
 
     def done(self) -> set[str]:
-        """The settings of which no row has failed."""
+        """Return the settings without a failed row."""
         return done_in(self.rows)
 
 
 def done_in(rows: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The settings of which no row has failed."""
+    """Return the settings without a failed row."""
     return {row["setting"] for row in rows} - {row["setting"] for row in rows if row.get("failed")}
 
 
 def code_of(environment: Mapping[str, Any]) -> str:
-    """The hash of the code of an environment, in place of a commit."""
+    """Return the hash of the code of an environment, which replaces an unknown commit."""
     return f"sha256 {environment['source_sha256'][:12]}"
 
 
 def write_record(file: Path, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> None:
-    """Write rows below where they come from."""
+    """Write rows below a header with their environment."""
     lines = (f"# {k}: {json.dumps(v) if isinstance(v, dict) else v}\n" for k, v in environment.items())
     rows = [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -79,32 +79,32 @@ def write_record(file: Path, rows: Sequence[Mapping[str, Any]], environment: Map
 
 
 def read_results(file: Path) -> list[dict[str, str]]:
-    """The rows of a record."""
+    """Read the rows of a record."""
     with file.open(newline="") as f:
         return list(csv.DictReader(line for line in f if not line.startswith("#")))
 
 
 def read_environment(file: Path) -> dict[str, str]:
-    """The first lines of a record, as text by key."""
+    """Read the header of a record, as text by key."""
     lines = (line[2:].rstrip("\n") for line in file.open() if line.startswith("# "))
     return {key: value for key, _, value in (line.partition(": ") for line in lines)}
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], everything: bool = False) -> str:
-    """Rows, fresh or read from a record, as a table.
+    """Format rows, new or read from a record, as a Markdown table.
 
     Args:
-        columns: key -> format; "{}" is given what there is, the others a number.
-        everything: keep the columns of which no row has a value.
+        columns: key -> format. "{}" formats any value, other formats take a float.
+        everything: True keeps empty columns.
     """
-    has = [key for key in columns if everything or any(row.get(key) not in (None, "") for row in rows)]
-    cells = [[_cell(row.get(key), columns[key]) for key in has] for row in rows]
-    lines = ["| " + " | ".join(line) + " |" for line in (has, *cells)]
-    return "\n".join([lines[0], "|---|" + "--:|" * (len(has) - 1), *lines[1:]])
+    keys = [key for key in columns if everything or any(row.get(key) not in (None, "") for row in rows)]
+    cells = [[_cell(row.get(key), columns[key]) for key in keys] for row in rows]
+    lines = ["| " + " | ".join(line) + " |" for line in (keys, *cells)]
+    return "\n".join([lines[0], "|---|" + "--:|" * (len(keys) - 1), *lines[1:]])
 
 
 def spread(seconds: Sequence[float]) -> dict[str, Any]:
-    """The columns of times: median, least and most in milliseconds, and how many there were."""
+    """Return median, least and most of some times in milliseconds, and their number."""
     ms = [1000 * sec for sec in seconds]
     return {"ms": median(ms), "ms_least": min(ms), "ms_most": max(ms), "n": len(ms)}
 

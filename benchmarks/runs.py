@@ -1,4 +1,4 @@
-"""The trainers that are timed: those that train.py builds, on a folder of latents that are noise."""
+"""Build the trainers that benchmarks time: as train.py builds them, on a folder of random latents."""
 
 import io
 import tempfile
@@ -23,8 +23,8 @@ from training.speed import fp32_slowdown
 from training.trainer import Trainer
 
 NUM_CLASSES, IN_CHANNELS = 1000, 4
-ROUTED_KEYS = ("model/routes", "model.routes", "routing.")  # a dense twin has none
-QUIET = (  # no step that is timed logs, saves or evaluates
+ROUTED_KEYS = ("model/routes", "model.routes", "routing.")  # removed for a dense twin
+QUIET = (  # timed steps do not log, save or evaluate
     "train.total_steps=10000",
     "train.log_every=1000",
     "train.eval_every=null",
@@ -35,33 +35,33 @@ QUIET = (  # no step that is timed logs, saves or evaluates
 
 @dataclass(frozen=True)
 class Setting:
-    """What is compared: overrides of train.py, side of the latents, what masks cover, and what takes part."""
+    """A comparison of training steps."""
 
     name: str
-    overrides: tuple[str, ...]
-    input_size: int = 32
-    mask_coverage: float | None = None  # of the tokens; None trains without masks
-    plain: bool = False  # time the plain step as well
-    check: bool = True  # compare loss and gradients with those of the plain step before
+    overrides: tuple[str, ...]  # of train.py
+    input_size: int = 32  # side of the latents
+    mask_coverage: float | None = None  # fraction of the tokens; None trains without masks
+    plain: bool = False  # also time the plain step
+    check: bool = True  # first compare loss and gradients with the plain step's
 
 
 def overrides_of(setting: Setting, kind: str, folder: Path) -> tuple[str, ...]:
-    """The overrides of the dense or the routed run of a setting."""
-    own = setting.overrides
+    """Return the overrides of the dense or the routed run of a setting."""
+    overrides = setting.overrides
     if kind == "dense":
-        own = tuple(override for override in own if not override.startswith(ROUTED_KEYS))
+        overrides = tuple(override for override in overrides if not override.startswith(ROUTED_KEYS))
     if setting.mask_coverage is not None:
-        own += ("train.masked_loss=true",)
+        overrides += ("train.masked_loss=true",)
     model = "model=dit" if kind == "dense" else "model=tread"
-    return (model, "data=latents_published", f"data.path={folder / 'latents'}", *QUIET, *own)
+    return (model, "data=latents_published", f"data.path={folder / 'latents'}", *QUIET, *overrides)
 
 
 def write_latents(path: Path, setting: Setting) -> None:
-    """Write moments of noise, with masks that cover the upper part of the image where masks are asked for."""
+    """Write random moments, and masks that cover the upper part of each image if the setting has masks."""
     count, side = 512 * 32 // max(32, setting.input_size), setting.input_size
     rng, masks = np.random.default_rng(0), None
     stored = rng.standard_normal((count, 2 * IN_CHANNELS, side, side), dtype=np.float32)
-    stored[:, IN_CHANNELS:] = -10  # the logarithm of a small variance
+    stored[:, IN_CHANNELS:] = -10  # log of a small variance
     if setting.mask_coverage is not None:
         masks = np.zeros((count, side, side), np.uint8)
         masks[:, : round(side * setting.mask_coverage)] = 255
@@ -73,13 +73,13 @@ def write_latents(path: Path, setting: Setting) -> None:
 
 
 def compose(overrides: Sequence[str]) -> Experiment:
-    """The experiment that train.py would run with these overrides."""
+    """Compose the experiment that train.py would run with these overrides."""
     with user_mistakes():
         return Experiment.compose(["run_name=benchmark", *overrides]).check()
 
 
 def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, Any]]:
-    """Build the trainer that train.py would build, in a folder of its own; return it and what it is."""
+    """Build the trainer that train.py would build, in a new subfolder. Return it and its columns."""
     experiment = compose(overrides)
     run, dataset = RunFolder(tempfile.mkdtemp(dir=folder)), experiment.data()
     with redirect_stdout(io.StringIO()):  # the summary of a run
@@ -91,7 +91,7 @@ def build(folder: Path, overrides: Sequence[str]) -> tuple[Trainer, dict[str, An
 def describe(
     net: nn.Module, resolved: dict[str, Any], experiment: Experiment, coverage: float
 ) -> dict[str, Any]:
-    """The columns of what is timed; model FLOPs do not count what checkpointing recomputes."""
+    """Return the columns that describe a trainer. FLOPs exclude what checkpointing recomputes."""
     unchecked = experiment.with_model({"gradient_checkpointing": False})
     cost, batch_size = cost_of(unchecked.meta_net, mask_coverage=coverage), experiment.train.batch_size
     slowdown = fp32_slowdown(net, next(net.parameters()).device, bf16=resolved["mixed_precision"] == "bf16")
@@ -111,7 +111,7 @@ def describe(
 
 @torch.no_grad()
 def perturb(net: nn.Module) -> None:
-    """Randomise the weights that start at zero, which would hide most of the network."""
+    """Randomise weights that start at zero, because they would hide most of the network."""
     torch.manual_seed(0)
     for parameter in net.parameters():
         if not parameter.any():

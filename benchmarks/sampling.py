@@ -1,8 +1,7 @@
-"""The cost of sampling, the stage `sample` of `python -m benchmarks.gpu`. Images per second are for 40 Heun
-steps, 79 evaluations of the network.
+"""The cost of sampling: the stage `sample` of `python -m benchmarks.gpu`.
 
-Times what `sample.py` does by default against eager fp32, in turn: on a CPU the network of the demo and
-DiT-S/2 at 256 tokens, on a GPU DiT-XL/2.
+It times the defaults of `sample.py` against eager fp32, in turn: on a CPU the network of the demo and DiT-S/2
+at 256 tokens, on a GPU DiT-XL/2. Images per second count 40 Heun steps, which evaluate the network 79 times.
 """
 
 import os
@@ -28,7 +27,7 @@ from runtime.memory import peak_gib
 from training.speed import speedup
 
 GUIDANCE_SCALE, NUM_STEPS, REPEATS = 1.5, 40, 5
-NUM_TIMED = 3  # evaluations of a call, two steps of Heun
+NUM_TIMED = 3  # evaluations per call: two Heun steps
 TURN_SEC = {"cpu": 3.0, "cuda": 1.0}
 LATENTS = ("data=synthetic", "data.input_size=32", "data.num_classes=1000")
 TINY = (*LATENTS, "model.hidden_size=32", "model.num_heads=4", "model.depth=4", "model.patch_size=4")
@@ -36,7 +35,7 @@ SIZES = {
     "cpu": {"the demo's network": ("data=digits",), "S/2, 256 tokens": (*LATENTS, "model/size=s_2")},
     "cuda": {"as sample.py": (*LATENTS, "model/size=xl_2")},
 }
-# What sample.py is compared with, as keys of it; None: as by default.
+# Keys of sample.py; {}: its defaults.
 WAYS = {
     "eager": {"mixed_precision": "no", "compile": "false", "batch_size": 100},
     "default": {},
@@ -58,21 +57,21 @@ COLUMNS = {
 
 
 def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
-    """What measures whole batches; see `benchmarks.gpu`."""
+    """Plan a measurement of each network; see `benchmarks.gpu`."""
     sizes = {"as sample.py": TINY} if tiny else SIZES[device.type]
     repeats, turn_sec = (1, 0.0) if tiny else (REPEATS, TURN_SEC[device.type])
-    return {name: partial(as_sampled, size, device, repeats, turn_sec) for name, size in sizes.items()}
+    return {name: partial(measure, size, device, repeats, turn_sec) for name, size in sizes.items()}
 
 
-def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int, turn_sec: float) -> Rows:
-    """Time a few steps of each way, in turn, each in a process of its own: a row for each."""
+def measure(size: tuple[str, ...], device: torch.device, repeats: int, turn_sec: float) -> Rows:
+    """Time a few steps of each of WAYS in turn, each in a separate process. Return a row for each."""
     peak, _ = peaks_of(device)["bf16"]
     with ExitStack() as stack:
         workers = {}
-        for name, asked in WAYS.items():
-            arguments = (size, asked, "guided" in name, turn_sec)
+        for name, request in WAYS.items():
+            arguments = (size, request, "guided" in name, turn_sec)
             workers[name] = stack.enter_context(Worker(drawing, *arguments))
-            print(f"  {name}: {workers[name].ready}", flush=True)  # it has warmed up, alone
+            print(f"  {name}: {workers[name].ready}", flush=True)  # waits until it has warmed up, alone
         seconds = take_turns(workers, "draw", repeats)
         rows = {}
         for name, worker in workers.items():
@@ -89,9 +88,9 @@ def as_sampled(size: tuple[str, ...], device: torch.device, repeats: int, turn_s
 
 
 def drawing(
-    size: tuple[str, ...], asked: dict[str, Any], guided: bool, turn_sec: float
+    size: tuple[str, ...], request: dict[str, Any], guided: bool, turn_sec: float
 ) -> tuple[dict[str, Any], Answers]:
-    """Batches of images of a few steps, drawn as sample.py draws them; see `Worker`."""
+    """Prepare to draw batches as sample.py does with the keys of `request`, in a few steps; see `Worker`."""
     launch = start_process()
     model = ImageModel(
         build(size, launch.device),
@@ -101,17 +100,16 @@ def drawing(
         launch.device,
         np.arange(1000),
     )
-    if asked:  # as before: what a step frees goes back to the kernel
+    if request:  # freed memory goes back to the kernel
         os.environ["MALLOC_TRIM_THRESHOLD_"] = "131072"
-    request = asdict(DrawOptions(50_000, 1)) | LEFT_OPEN | asked
-    options = DrawOptions.resolve(request, model, {}, launch)
+    options = DrawOptions.resolve(asdict(DrawOptions(50_000, 1)) | LEFT_OPEN | request, model, {}, launch)
     if options.compile:
         model = model.compiled
     model = replace(model, sampler=partial(edm_sampler, num_steps=(NUM_TIMED + 1) // 2))
     turn = partial(Drawing(model, replace(options, compile=False)).latents, 0)
     flops = cost_of(model.precond.net).dense_forward_flops * (2 if guided else 1)
     ready = {key: getattr(options, key) for key in LEFT_OPEN} | {"flops": flops}
-    # Long turns: the threads of the process before may still spin for a while.
+    # Turns are long, because the threads of the previous process may spin for a while.
     warm = [seconds_of(turn, launch.device) for _ in range(2)][1]
     num_calls = max(1, round(turn_sec / warm))
     return ready, {
@@ -121,7 +119,7 @@ def drawing(
 
 
 def build(size: tuple[str, ...], device: torch.device) -> nn.Module:
-    """A dense network with random weights in its preconditioning; size: keys of its data and model."""
+    """Build a preconditioned dense network with random weights; `size` lists keys of its data and model."""
     experiment = compose(("model=dit", *size))
     torch.manual_seed(0)
     net = experiment.net(device)

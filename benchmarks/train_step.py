@@ -1,13 +1,13 @@
-"""The time of a training step: against a plain step, and routed against dense, at several lengths and masks.
+"""The time of a training step: against a plain step, and routed against dense, at several lengths.
 
-    python -m benchmarks.gpu OUT step                  the standard rows of this device: half an hour on two
-                                                       cores
+    python -m benchmarks.gpu OUT step                  the standard settings of this device; half an hour on
+                                                       two cores
     python -m benchmarks.train_step model/size=b_2 train.batch_size=64 train.compile=false
-                                                       one setting, in the keys of train.py, printed
+                                                       one setting, in the keys of train.py
 
-What is timed is the trainer that train.py builds, on latents read from a folder. Each kind of step runs in a
-process of its own, and they take turns. Before that, loss and gradients are compared with those of the plain
-step (benchmarks/plain_step.py). benchmarks/README.md has the rules, benchmarks/LOG.md what was tried.
+The benchmark times the trainer that train.py builds, on latents read from a folder. Each kind of step runs in
+a separate process, and the processes take turns. First, loss and gradients are compared with the plain step's
+(benchmarks/plain_step.py). benchmarks/README.md has the rules, benchmarks/LOG.md the trials.
 """
 
 import gc
@@ -41,8 +41,8 @@ from training.trainer import Trainer
 
 REPEATS = {"cpu": 9, "cuda": 5}
 CHECK_SAMPLES = 4
-TOLERANCES = {"no": (1e-5, 1e-4), "bf16": (1e-2, 5e-2)}  # of loss and gradients, relative
-PLAIN_KNOWS = {
+TOLERANCES = {"no": (1e-5, 1e-4), "bf16": (1e-2, 5e-2)}  # relative, of loss and gradients
+PLAIN_SUPPORTS = {
     "block": {"_target_": "models.blocks.DiTBlock"},
     "mlp_ratio": 4.0,
     "class_dropout_prob": 0.1,
@@ -73,25 +73,25 @@ COLUMNS = {
     "n": "{}",
     "failed": "{}",
 }
-Peaks = dict[str, tuple[float, str]]  # precision -> FLOPs per second, and where that is from
+Peaks = dict[str, tuple[float, str]]  # precision -> FLOPs per second, and their source
 Batch = tuple[torch.Tensor, torch.Tensor]  # latents and labels
 
 
 def standard_settings(device: torch.device) -> list[Setting]:
-    """The rows of the table in README, for a CPU or for a GPU; from short to long: time there may end."""
+    """Return the standard settings of a device, from short to long, because time on a GPU may run out."""
     on_gpu = device.type == "cuda"
     size, tokens_at_once = ("b_2", 65536) if on_gpu else ("s_2", 4096)
 
-    def of(num_tokens: int, *more: str, size: str = size) -> tuple[str, ...]:
+    def keys(num_tokens: int, *more: str, size: str = size) -> tuple[str, ...]:
         return (f"model/size={size}", f"train.batch_size={tokens_at_once // num_tokens}", *more)
 
-    fp32_block, xl_2 = "model.fp32_after_route=true", of(256, size="xl_2")
-    settings = [Setting("256 tokens", of(256), plain=True)]
+    fp32_block, xl_2 = "model.fp32_after_route=true", keys(256, size="xl_2")
+    settings = [Setting("256 tokens", keys(256), plain=True)]
     for num_tokens, side in ((64, 16), (1024, 64), (4096, 128)):
-        settings.append(Setting(f"{num_tokens} tokens", of(num_tokens), side, check=not on_gpu))
+        settings.append(Setting(f"{num_tokens} tokens", keys(num_tokens), side, check=not on_gpu))
     for coverage in (0.0, 0.25, 0.5):
-        settings.append(Setting(f"masks, {coverage:.0%}", of(256), mask_coverage=coverage))
-    settings.append(Setting("256 tokens, fp32 block", of(256, fp32_block), check=not on_gpu))
+        settings.append(Setting(f"masks, {coverage:.0%}", keys(256), mask_coverage=coverage))
+    settings.append(Setting("256 tokens, fp32 block", keys(256, fp32_block), check=not on_gpu))
     if on_gpu:
         settings.append(Setting("XL/2", xl_2))
         checkpointing = (*xl_2, "model.gradient_checkpointing=true")
@@ -101,31 +101,31 @@ def standard_settings(device: torch.device) -> list[Setting]:
 
 
 def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
-    """What measures each setting; see `benchmarks.gpu`."""
+    """Plan a measurement of each setting; see `benchmarks.gpu`."""
     settings = TINY_SETTINGS if tiny else standard_settings(device)
     repeats, peaks = 1 if tiny else REPEATS[device.type], peaks_of(device)
     return {setting.name: partial(measure, setting, repeats, peaks) for setting in settings}
 
 
 def main() -> None:
-    """Measure one setting, print it, and record it under a name if one is given."""
+    """Measure and print one setting, and record it if `--record` is given."""
     device = start_process().device
     parser = program_parser("benchmarks.train_step", __doc__)
     parser.add_argument("overrides", nargs="+", help="keys of train.py")
     parser.add_argument("--repeats", type=int, default=REPEATS[device.type], help="turns of each process")
     parser.add_argument("--record", help="name of a record in benchmarks/results")
-    asked = parser.parse_intermixed_args()
-    if any(override.startswith(("model=", "data=", "data.")) for override in asked.overrides):
-        parser.error("model and data are set here: both dense and routed steps are timed, on noise")
-    record = Record(asked.record, RESULTS, environment(device)) if asked.record else None
-    rows = measure(Setting("given", tuple(asked.overrides), plain=True), asked.repeats, peaks_of(device))
+    request = parser.parse_intermixed_args()
+    if any(override.startswith(("model=", "data=", "data.")) for override in request.overrides):
+        parser.error("model and data cannot be set: the benchmark times model=dit and model=tread on noise")
+    record = Record(request.record, RESULTS, environment(device)) if request.record else None
+    rows = measure(Setting("given", tuple(request.overrides), plain=True), request.repeats, peaks_of(device))
     print(aligned(markdown(rows, COLUMNS)))
     if record:
         record.add("given", rows)
 
 
 def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
-    """Compare with the plain step, then time all kinds of step in turn: a row for each."""
+    """Compare with the plain step, then time all kinds of step in turn. Return a row for each."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
         overrides = {kind: overrides_of(setting, kind, folder) for kind in ("dense", "routed")}
@@ -133,18 +133,19 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
         experiment = compose(overrides["routed"])
         if depends_on_total_steps(experiment.written):
             raise UserError("routing.schedule and routing.off_last_steps: a step is timed at one ratio only")
-        unknown = unknown_to_plain(experiment)
-        if unknown:
-            print(f"  not compared with the plain step, which does not know {', '.join(unknown)}", flush=True)
+        unsupported = unsupported_by_plain(experiment)
+        if unsupported:
+            listed = ", ".join(unsupported)
+            print(f"  not compared with the plain step, which does not support {listed}", flush=True)
         elif setting.check:
             compare(folder, overrides)
-        builders = {"": ours, "plain ": plain} if setting.plain and not unknown else {"": ours}
+        builders = {"": ours, "plain ": plain} if setting.plain and not unsupported else {"": ours}
         workers = {
             name + kind: stack.enter_context(Worker(builder, folder, overrides[kind]))
             for name, builder in builders.items()
             for kind in overrides
         }
-        for name, worker in workers.items():  # one by one: together they might not fit into the memory
+        for name, worker in workers.items():  # one by one, because together they might not fit into memory
             shown = {key: worker.ready[key] for key in ("batch_size", "mixed_precision", "compile", "routes")}
             print(f"  {name}: {shown}", flush=True)
             worker.ask("warm up")
@@ -159,27 +160,27 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
         if name.endswith("routed"):
             row["speedup_over_dense"] = speedup(seconds[name.replace("routed", "dense")], seconds[name])
             row["share_of_predicted"] = row["speedup_over_dense"] / row["predicted_speedup"]
-        if of_plain := seconds.get(f"plain {name}"):
-            row["speedup_over_plain"] = speedup(of_plain, seconds[name])
-            # What matrix products alone would take at the peak.
-            row["possible_over_plain"] = median(of_plain) * row["peak_tflops"] / row["model_tflop"]
+        if plain_sec := seconds.get(f"plain {name}"):
+            row["speedup_over_plain"] = speedup(plain_sec, seconds[name])
+            # Time of the plain step over the time of the matrix products alone at the peak.
+            row["possible_over_plain"] = median(plain_sec) * row["peak_tflops"] / row["model_tflop"]
     return rows
 
 
-def unknown_to_plain(experiment: Experiment) -> list[str]:
-    """What the plain step cannot follow in an experiment."""
+def unsupported_by_plain(experiment: Experiment) -> list[str]:
+    """Return the settings of an experiment that the plain step does not support."""
     model = experiment.model_node.written
-    unknown = [f"model.{key}={model[key]}" for key, known in PLAIN_KNOWS.items() if model[key] != known]
-    unknown += ["several routes"] if len(model["routes"]) > 1 else []
-    return unknown + (["masks"] if experiment.train.masked_loss else [])
+    settings = [f"model.{key}={model[key]}" for key, value in PLAIN_SUPPORTS.items() if model[key] != value]
+    settings += ["several routes"] if len(model["routes"]) > 1 else []
+    return settings + (["masks"] if experiment.train.masked_loss else [])
 
 
 def compare(folder: Path, overrides: dict[str, tuple[str, ...]]) -> None:
-    """Compare loss and gradients with the plain step's, in fp32 and as they will be timed, all at once."""
+    """Compare loss and gradients with the plain step's, in fp32 and in the timed precision, all at once."""
     with ExitStack() as stack:
         workers = [
-            (kind, stack.enter_context(Worker(check, folder, (*of_kind, *precision))))
-            for kind, of_kind in overrides.items()
+            (kind, stack.enter_context(Worker(check, folder, (*keys, *precision))))
+            for kind, keys in overrides.items()
             for precision in (("train.mixed_precision=no", "train.compile=false"), ())
         ]
         for kind, worker in workers:
@@ -187,7 +188,7 @@ def compare(folder: Path, overrides: dict[str, tuple[str, ...]]) -> None:
 
 
 def timing(seconds: Sequence[float], row: dict[str, Any], peaks: Peaks) -> dict[str, Any]:
-    """Time, images per second and utilisation of a step."""
+    """Return time, images per second and utilisation of a step."""
     peak, source = peaks[row["mixed_precision"]]
     return spread(seconds) | {
         "images_per_sec": row["batch_size"] / median(seconds),
@@ -198,7 +199,7 @@ def timing(seconds: Sequence[float], row: dict[str, Any], peaks: Peaks) -> dict[
 
 
 def peaks_of(device: torch.device) -> Peaks:
-    """FLOPs per second of large products: as specified, else the best of several measured."""
+    """Return the FLOPs per second of large products: specified, or the best of several measurements."""
     size, peaks = PRODUCT_SIZES[device.type], {}
     for precision, dtype in (("no", torch.float32), ("bf16", torch.bfloat16)):
         if peak := specified_peak(device, precision == "bf16"):
@@ -211,7 +212,7 @@ def peaks_of(device: torch.device) -> Peaks:
 
 
 def ours(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Answers]:
-    """The columns of the trainer's step, and its answers; see `Worker`."""
+    """Build the trainer's step. Return its columns and answers; see `Worker`."""
     trainer, row = build(folder, overrides)
     batches = trainer.batches.from_step(0)
 
@@ -223,7 +224,7 @@ def ours(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Answer
 
 
 def plain(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Answers]:
-    """The same for the plain step of the same sizes."""
+    """Build the plain step of the same sizes. Return its columns and answers; see `Worker`."""
     trainer, row = build(folder, (*overrides, "train.compile=false", "train.keep_freed_memory=false"))
     device, step = trainer.launch.device, plain_step(trainer, _latents(trainer, row["batch_size"]))
     del trainer
@@ -240,36 +241,36 @@ def _answers(step: Callable[[], None], device: torch.device) -> Answers:
 
 
 def check(folder: Path, overrides: Sequence[str]) -> tuple[str, Answers]:
-    """Compare loss and gradients with those of the plain step, from the same weights, data and draws."""
+    """Compare loss and gradients with the plain step's, from the same weights, data and draws."""
     sizes = ("train.batch_size=", "train.micro_batch_size=")
     overrides = [override for override in overrides if not override.startswith(sizes)]
     trainer, row = build(folder, [*overrides, f"train.batch_size={CHECK_SAMPLES}"])
     perturb(trainer.net)
     batch = _latents(trainer, CHECK_SAMPLES)
-    with strict_fp32():  # TF32 would hide what is to be found
-        found = errors(trainer, batch, plain_step(trainer, batch))
+    with strict_fp32():  # TF32 would hide differences
+        differences = errors(trainer, batch, plain_step(trainer, batch))
     mode = f"mixed_precision={row['mixed_precision']} compile={row['compile']}"
-    result = "{}: loss within {:.1e}, gradients within {:.1e} of the plain step".format(mode, *found)
-    assert all(a <= b for a, b in zip(found, TOLERANCES[row["mixed_precision"]], strict=True)), result
+    result = "{}: loss within {:.1e}, gradients within {:.1e} of the plain step".format(mode, *differences)
+    assert all(a <= b for a, b in zip(differences, TOLERANCES[row["mixed_precision"]], strict=True)), result
     return result, {}
 
 
 def errors(trainer: Trainer, batch: Batch, step: PlainStep) -> tuple[float, float]:
-    """Relative errors of loss and gradients of a trainer against those of the plain step."""
+    """Return the relative errors of a trainer's loss and gradients against the plain step's."""
     expected = step.loss(torch.Generator(trainer.launch.device).manual_seed(0))
     expected.backward()
     generator = torch.Generator(trainer.launch.device).manual_seed(0)
     loss = trainer.loss(trainer.precond.train(), *batch, generator=generator).mean()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in trainer.net.named_parameters()}
-    wanted = {name: parameter.grad for name, parameter in step.net.named_parameters()}
-    difference = torch.nn.utils.get_total_norm([gradients[name] - grad for name, grad in wanted.items()])
-    norm = torch.nn.utils.get_total_norm(wanted.values())
+    plain_grads = {name: parameter.grad for name, parameter in step.net.named_parameters()}
+    difference = torch.nn.utils.get_total_norm([gradients[name] - grad for name, grad in plain_grads.items()])
+    norm = torch.nn.utils.get_total_norm(plain_grads.values())
     return (abs(loss - expected) / expected).item(), (difference / norm).item()
 
 
 def plain_step(trainer: Trainer, batch: Batch) -> PlainStep:
-    """The plain step with the weights of a trainer's network."""
+    """Build the plain step with the weights of a trainer's network."""
     net = trainer.net
     (route,) = net.routes or [None]
     num_kept = num_tokens_kept(net.num_tokens, route.selection_ratio) if route else net.num_tokens
@@ -298,7 +299,7 @@ def _warm_up(step: Callable[[], None], device: torch.device) -> None:
 
 
 def _turn(step: Callable[[], None], device: torch.device) -> float:
-    """The seconds of a step; on a GPU the mean of 3 to 10, about a second, after one untimed."""
+    """Time a step. On a GPU, average over 3 to 10 steps, about a second, after an untimed step."""
     if device.type != "cuda":
         return seconds_of(step, device)
     num_steps = min(10, max(3, round(1 / seconds_of(step, device))))
@@ -310,11 +311,11 @@ def _turn(step: Callable[[], None], device: torch.device) -> float:
 def _hand_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the other processes need the memory
+        torch.cuda.empty_cache()  # for the other processes
 
 
 def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
-    """How long a call takes, until the device is done."""
+    """Time a call until the device has finished, in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

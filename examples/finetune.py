@@ -1,14 +1,13 @@
-"""Fine-tune a flow-matching transformer of diffusers on precomputed latents and text embeddings, with or
-without token routing.
+"""Fine-tune a flow-matching transformer of diffusers on stored latents and texts, with or without routes.
 
     python -m examples.finetune transformer=FOLDER inputs=FOLDER output_dir=runs/dense
     python -m examples.finetune transformer=FOLDER inputs=FOLDER \\
         routes='[{selection_ratio:0.25,start_layer_idx:2,end_layer_idx:-2}]'
 
-The flow (Esser et al. 2024, arXiv 2403.03206): x_t = (1 - t) x + t n with noise n and t in (0, 1), and the
-network learns the velocity n - x. The loop is that of `train.py`: running the same command again resumes.
+The flow [SD3]: x_t = (1 - t) x + t n with noise n and t in (0, 1). The network learns the velocity n - x. The
+training loop is the one of `train.py`: run the same command again to resume.
 
-Shapes: N samples, latents x (N, C, H, W), or (N, C, F, H, W) of F frames, T tokens of an image.
+Shapes: N samples, latents x (N, C, H, W) or (N, C, F, H, W) with F frames, T tokens per image.
 """
 
 import runtime.openmp  # noqa: F401 before torch
@@ -57,9 +56,9 @@ from training.trainer import Settings, Trainer
 RECIPES = PROJECT / "configs" / "model" / "routes"
 INTERVALS = ("log_every", "eval_every", "save_every")
 POSITIVE = ("total_steps", "batch_size", "rank", "lr", "shift", "num_held_out", *INTERVALS)
-MAY_CHANGE = ("total_steps", "output_dir", *INTERVALS)  # on resume
-TARGETS = r".*attn\w*\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"  # what LoRA and LoKr adapt
-PATCH_SIZE = 2  # of all these families; FLUX folds its patches before they reach the network
+MAY_CHANGE = ("total_steps", "output_dir", *INTERVALS)  # when a run resumes
+TARGETS = r".*attn\w*\.(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out)"  # layers that LoRA and LoKr adapt
+PATCH_SIZE = 2  # of all families; FLUX takes patches that are already folded
 MAX_GRAD_NORM, MAX_SKIPPED_STEPS = 1.0, 10
 EVAL_BATCH_SIZE = 8
 ROUTERS = {"random": random_router, "norm": norm_router}
@@ -67,13 +66,13 @@ ROUTERS = {"random": random_router, "norm": norm_router}
 
 @dataclass
 class FinetuneConfig:
-    """What `examples.finetune` can be asked."""
+    """The keys of `examples.finetune`."""
 
-    transformer: str = MISSING  # a folder that diffusers has saved one in
+    transformer: str = MISSING  # a folder in the format of diffusers
     inputs: str = MISSING  # a folder of arrays
     output_dir: str = "runs/finetune"
-    routes: Any = field(default_factory=list)  # or the name of one of configs/model/routes
-    tread_config: str | None = None  # a JSON file of SimpleTuner, in place of routes
+    routes: Any = field(default_factory=list)  # a list of routes, or a name in configs/model/routes
+    tread_config: str | None = None  # a JSON file of SimpleTuner, instead of routes
     mask_area: float = 0.0  # a mask keeps a token if it covers more than this fraction of its patch
     router: str = "random"  # or norm
     off_last_steps: int = 0  # steps without routes at the end
@@ -82,8 +81,8 @@ class FinetuneConfig:
     gradient_checkpointing: bool = False
     mixed_precision: str = "no"  # or bf16
     lr: float = 1e-4
-    shift: float = 1.0  # of the times, towards noise
-    batch_size: int = 4  # of all processes together
+    shift: float = 1.0  # of the times; above 1: towards noise
+    batch_size: int = 4  # over all processes
     total_steps: int = 1000
     num_held_out: int = 64
     log_every: int = 10
@@ -96,12 +95,12 @@ register("finetune", FinetuneConfig)
 
 
 class Family(NamedTuple):
-    """How a class of diffusers is called, and which arrays it takes."""
+    """The arrays that a class of diffusers takes, and its conventions."""
 
     required: tuple[str, ...] = ("latents", "text")
     optional: tuple[str, ...] = ("masks",)
-    time_scale: int = 1
-    packed: bool = False  # takes patches and their positions, not images
+    time_scale: int = 1  # its timestep is time_scale * t
+    packed: bool = False  # True: takes patches and their positions instead of images
 
 
 FAMILIES = {
@@ -115,16 +114,14 @@ KEYWORDS = {"text": "encoder_hidden_states", "pooled": "pooled_projections"}
 
 
 class Inputs(dict[str, Tensor]):
-    """What a network is given beside latents, by the names of arrays; moves to a device like a tensor."""
+    """The inputs of a network besides latents, by array name. Moves to a device like a tensor."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Inputs":
         return Inputs({name: x.to(device, non_blocking=non_blocking) for name, x in self.items()})
 
 
 class Net(nn.Module):
-    """A transformer of diffusers, with or without adapters of peft, as the Trainer takes a network; its state
-    has the weights that are trained.
-    """
+    """A transformer of diffusers as a network of the Trainer. Its state has only the trained weights."""
 
     def __init__(self, transformer: nn.Module, family: Family, routes: tuple[Route, ...]):
         super().__init__()
@@ -139,26 +136,27 @@ class Net(nn.Module):
         routing: Routing | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The velocity, of the shape of x, at latents x and times t (N,)."""
-        given = {keyword: inputs[name] for name, keyword in KEYWORDS.items() if name in inputs}
-        given |= {"timestep": self.family.time_scale * t, "return_dict": False}
+        """Return the velocity, shaped like x, at latents x and times t (N,)."""
+        arguments = {keyword: inputs[name] for name, keyword in KEYWORDS.items() if name in inputs}
+        arguments |= {"timestep": self.family.time_scale * t, "return_dict": False}
         if self.routes:
-            given |= {"routing": routing, "generator": generator}
+            arguments |= {"routing": routing, "generator": generator}
         if not self.family.packed:
-            return self.transformer(hidden_states=x, **given)[0]
-        if getattr(self.transformer.config, "guidance_embeds", False):  # FLUX.1 dev is distilled; 1: without
-            given["guidance"] = torch.ones_like(t)
-        # A token is a patch of 2 x 2, at (image, row, column).
+            return self.transformer(hidden_states=x, **arguments)[0]
+        if getattr(self.transformer.config, "guidance_embeds", False):  # FLUX.1 dev is distilled; 1: unguided
+            arguments["guidance"] = torch.ones_like(t)
+        # A token is a patch of 2 x 2 at the position (image, row, column).
         (H, W), images = x.shape[2:], [x, *([inputs["references"]] if "references" in inputs else [])]
-        tokens = [F.pixel_unshuffle(image, 2).flatten(2).mT for image in images]  # (N, T, 4 C) of each
+        tokens = [F.pixel_unshuffle(image, 2).flatten(2).mT for image in images]  # (N, T, 4 C) per image
         sides = [[torch.arange(size // 2) for size in image.shape[2:]] for image in images]
-        positions = [torch.cartesian_prod(torch.tensor([i]), *of_image) for i, of_image in enumerate(sides)]
-        given |= {"img_ids": torch.cat(positions).to(x), "txt_ids": x.new_zeros(inputs["text"].shape[1], 3)}
-        output = self.transformer(hidden_states=torch.cat(tokens, dim=1), **given)[0][:, : H * W // 4]
+        positions = [torch.cartesian_prod(torch.tensor([i]), *axes) for i, axes in enumerate(sides)]
+        txt_ids = x.new_zeros(inputs["text"].shape[1], 3)
+        arguments |= {"img_ids": torch.cat(positions).to(x), "txt_ids": txt_ids}
+        output = self.transformer(hidden_states=torch.cat(tokens, dim=1), **arguments)[0][:, : H * W // 4]
         return F.pixel_shuffle(output.mT.unflatten(2, (H // 2, W // 2)), 2)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The weights that are trained, by name."""
+        """Return the trained weights by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -171,7 +169,7 @@ class Net(nn.Module):
 
 
 class Rows:
-    """The rows of mapped arrays: the first `num_held_out` are for evaluations, the others for training."""
+    """The rows of mapped arrays: the first `num_held_out` for evaluations, the others for training."""
 
     def __init__(self, request: FinetuneConfig, arrays: dict[str, np.ndarray], launch: Launch):
         self.arrays, self.num_held_out, self.launch = arrays, request.num_held_out, launch
@@ -179,13 +177,13 @@ class Rows:
         self.tokens = partial(token_mask, patch_size=PATCH_SIZE, area=request.mask_area)
 
     def read(self, rows: np.ndarray) -> tuple[Tensor, Inputs, Tensor | None]:
-        """Latents, the other inputs of the network, and the weights (N, H, W) of masks."""
+        """Read latents, the other inputs of the network, and mask weights (N, H, W), None without masks."""
         inputs = Inputs({name: torch.from_numpy(array[rows]).float() for name, array in self.arrays.items()})
         x, masks = inputs.pop("latents"), inputs.pop("masks", None)
         return x, inputs, None if masks is None else (masks > 0).float()
 
     def batches(self) -> Batches:
-        """The stream of this rank's batches, one micro-batch a step."""
+        """Return the stream of this rank's batches, one micro-batch per step."""
         share = {"rank": self.launch.rank, "world_size": self.launch.world_size}
         sizes = {"batch_size": self.batch_size, "micro_batch_size": self.batch_size // share["world_size"]}
         ids = np.arange(self.num_held_out, len(self.arrays["latents"]))
@@ -194,7 +192,7 @@ class Rows:
         def read(step: int) -> Iterator[Stored]:
             for draw in order(start_step=step):
                 num_forced = 0
-                if "masks" in self.arrays:  # of all ranks, which must keep as many tokens
+                if "masks" in self.arrays:  # of all ranks, which must keep the same number of tokens
                     masks = torch.from_numpy(self.arrays["masks"][draw.step_ids])
                     num_forced = int(self.tokens(masks).sum(dim=1).max())
                 yield (*self.read(draw.ids), num_forced)
@@ -207,7 +205,7 @@ class Rows:
 
     @torch.no_grad()
     def dense_loss(self, net: nn.Module, loss: Callable[..., Tensor], step: int) -> dict[str, float]:
-        """The loss of the held-out rows without routes, with the same noise each time."""
+        """Compute the loss of the held-out rows without routes, with the same noise each time."""
         net.eval()
         total = torch.zeros((), device=self.launch.device)
         for start in range(0, self.num_held_out, EVAL_BATCH_SIZE)[self.launch.rank :: self.launch.world_size]:
@@ -227,7 +225,7 @@ def flow_loss(
     generator: torch.Generator,
     shift: float = 1.0,
 ) -> Tensor:
-    """The loss (N,) of latents x; positions at which the mask (N, H, W) is 0 do not count."""
+    """Return the loss (N,) of latents x. Positions where the mask (N, H, W) is 0 do not count."""
     device = generator.device
     n = torch.randn(x.shape, generator=generator, device=device).to(x)
     # t = s u / (1 + (s - 1) u),  u = sigmoid(z),  z ~ N(0, 1)
@@ -243,13 +241,13 @@ def flow_loss(
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="finetune")
 def main(cfg: DictConfig) -> None:
-    """Check, load, train from the newest checkpoint, and save the adapters or the weights."""
+    """Check the request, train from the newest checkpoint, and save the adapters or the weights."""
     with user_mistakes():
         request = resolve(cfg, FinetuneConfig)
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
         check_request(request)
         if (size := request.batch_size) % num_processes:
-            raise ValueError(f"batch_size={size} must be a multiple of the {num_processes} processes")
+            raise ValueError(f"batch_size={size} must be a multiple of num_processes={num_processes}")
         check_launcher()
         check_precision(f"mixed_precision={request.mixed_precision}", request.mixed_precision)
         request = replace(request, routes=read_routes(request), tread_config=None)
@@ -270,13 +268,13 @@ def main(cfg: DictConfig) -> None:
         trainer.recorder.log(0, 0, trainer.evaluators[0][1](0))
     if reason := run_training(trainer, run):
         raise SystemExit(INTERRUPTED if reason == INTERRUPT else TRY_AGAIN)
-    if launch.is_main:  # adapters in the format of peft, all weights in that of diffusers
+    if launch.is_main:  # adapters in the format of peft, all weights in the format of diffusers
         trainer.net.transformer.save_pretrained(run.path / "model")
         print(f"saved {run.path / 'model'}; the losses are in {run.metrics_file}")
 
 
 def check_request(request: FinetuneConfig) -> None:
-    """Raise ValueError for a value that is wrong whatever the files are."""
+    """Raise ValueError for values that are wrong with any files."""
     check_not_negative("seed", request.seed)
     for key in POSITIVE:
         check_positive(key, getattr(request, key))
@@ -285,20 +283,20 @@ def check_request(request: FinetuneConfig) -> None:
     check_choice("router", request.router, tuple(ROUTERS))
     last, total, file = request.off_last_steps, request.total_steps, request.tread_config
     if last and not (request.routes or file):
-        raise ValueError(f"off_last_steps={last} needs routes: without any, all steps are dense")
+        raise ValueError(f"off_last_steps={last} needs routes; without routes all steps are dense")
     if not 0 <= last <= total:
         raise ValueError(f"off_last_steps={last} must be in [0, total_steps={total}]")
     if not 0 <= request.mask_area < 1:
         raise ValueError(f"mask_area={request.mask_area} must be in [0, 1)")
     if file and request.routes:
-        raise ValueError(f"tread_config={file} and routes={request.routes}: only one may be given")
+        raise ValueError(f"tread_config={file} and routes={request.routes}: give only one")
 
 
 def read_routes(request: FinetuneConfig) -> Any:
-    """Read the routes: as given, of a named recipe, or from a SimpleTuner configuration."""
+    """Read the routes: a list, a named recipe, or a SimpleTuner configuration."""
     routes, file = request.routes, request.tread_config
     if isinstance(routes, str):
-        check_choice("routes", routes, [found.stem for found in sorted(RECIPES.glob("*.yaml"))])
+        check_choice("routes", routes, [file.stem for file in sorted(RECIPES.glob("*.yaml"))])
         return yaml.safe_load((RECIPES / f"{routes}.yaml").read_text())["routes"]
     if file is None:
         return routes
@@ -309,10 +307,10 @@ def read_routes(request: FinetuneConfig) -> Any:
 
 
 def check_output(request: FinetuneConfig, num_processes: int) -> dict[str, Any]:
-    """The settings of a run, of which a resumed one may change few.
+    """Return the settings of a run, after comparing them with the run in `output_dir`.
 
     Raises:
-        ValueError: `output_dir` is of a run with other settings, or of something else.
+        ValueError: `output_dir` has a run with other settings, or is not a run.
     """
     paths = {key: str(Path(getattr(request, key))) for key in ("transformer", "inputs")}
     settings = {**asdict(request), **paths, "num_processes": num_processes}
@@ -324,28 +322,28 @@ def check_output(request: FinetuneConfig, num_processes: int) -> dict[str, Any]:
         if keys:
             changed = ", ".join(f"{key}: {before[key]} -> {settings[key]}" for key in keys)
             raise ValueError(f"output_dir={run.path} has a run with other settings: {changed}")
-    elif run.path.exists() and any(not found.name.startswith(".") for found in run.path.iterdir()):
-        raise ValueError(f"output_dir={run.path} is not empty, and not a run to resume")
+    elif run.path.exists() and any(not path.name.startswith(".") for path in run.path.iterdir()):
+        raise ValueError(f"output_dir={run.path} is not empty and not a run: choose another folder")
     return settings
 
 
 def open_inputs(request: FinetuneConfig) -> tuple[Family, dict[str, np.ndarray]]:
-    """Open the family of the transformer and the mapped arrays; raise ValueError if they do not fit."""
+    """Return the family of the transformer and the mapped arrays. Raise ValueError if they do not match."""
     import diffusers
 
-    folder, given = Path(request.inputs), f"transformer={request.transformer}"
+    folder, key = Path(request.inputs), f"transformer={request.transformer}"
     try:
         config = json.loads((Path(request.transformer) / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{given} is not a transformer that diffusers has saved: {error}") from error
+        raise ValueError(f"{key} is not a transformer in the format of diffusers: {error}") from error
     if (kind := config.get("_class_name")) not in FAMILIES:
-        raise ValueError(f"{given} is a {kind}, must be one of {', '.join(FAMILIES)}")
+        raise ValueError(f"{key} is a {kind}, must be one of {', '.join(FAMILIES)}")
     family, files = FAMILIES[kind], {name: folder / f"{name}.npy" for name in ARRAYS}
     arrays = {name: map_array(file) for name, file in files.items() if file.exists()}
     if missing := [name for name in family.required if name not in arrays]:
         raise ValueError(f"inputs={folder} has no {missing[0]}.npy, which {kind} needs")
     if others := [name for name in arrays if name not in family.required + family.optional]:
-        raise ValueError(f"inputs={folder} has {others[0]}.npy, which this program does not give to {kind}")
+        raise ValueError(f"inputs={folder} has {others[0]}.npy, which is not supported with {kind}")
     shapes = {name: array.shape for name, array in arrays.items()}
     lengths, num_held_out = {name: len(array) for name, array in arrays.items()}, request.num_held_out
     if len(set(lengths.values())) > 1:
@@ -353,9 +351,9 @@ def open_inputs(request: FinetuneConfig) -> tuple[Family, dict[str, np.ndarray]]
     if num_held_out >= (num_rows := lengths["latents"]):
         raise ValueError(f"num_held_out={num_held_out} must be less than the {num_rows} rows of {folder}")
     if "masks" in arrays and shapes["masks"][1:] != shapes["latents"][2:]:
-        told = f"masks.npy has shape {shapes['masks']}, latents.npy {shapes['latents']}"
-        raise ValueError(f"inputs={folder}: {told}")
-    with torch.device("meta"):  # the rules of the transformer and its routes, and a forward, without memory
+        different = f"masks.npy has shape {shapes['masks']}, latents.npy {shapes['latents']}"
+        raise ValueError(f"inputs={folder}: {different}")
+    with torch.device("meta"):  # check the transformer, its routes and a forward without using memory
         network = getattr(diffusers, kind).from_config(config)
         _attach(network, request)
         try:
@@ -365,19 +363,19 @@ def open_inputs(request: FinetuneConfig) -> tuple[Family, dict[str, np.ndarray]]
             reason = str(error).splitlines()[0]
             raise ValueError(f"inputs={folder}: a {kind} does not take rows of {shapes}: {reason}") from error
     if v.shape != x.shape:
-        made = f"from rows of {shapes} a {kind} makes {tuple(v.shape)}, not latents"
-        raise ValueError(f"inputs={folder}: {made}")
+        wrong = f"a {kind} returns {tuple(v.shape)} for rows of {shapes}, not the shape of the latents"
+        raise ValueError(f"inputs={folder}: {wrong}")
     return family, arrays
 
 
 def load_model(request: FinetuneConfig) -> tuple[nn.Module, tuple[Route, ...]]:
-    """Load the transformer, with new adapters unless all of it is trained, and its routes."""
+    """Load the transformer and its routes, with new adapters unless `train=full`."""
     import diffusers
 
-    # Frozen weights need not be more precise than the products that they are in.
+    # Frozen weights do not need more precision than their products.
     frozen_bf16 = request.train != "full" and request.mixed_precision == "bf16"
     dtype = torch.bfloat16 if frozen_bf16 else torch.float32
-    # AutoModel looks up the class that the folder names.
+    # AutoModel loads the class that the folder names.
     transformer = diffusers.AutoModel.from_pretrained(request.transformer, torch_dtype=dtype)
     if request.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
@@ -399,10 +397,10 @@ def _attach(transformer: nn.Module, request: FinetuneConfig) -> tuple[Route, ...
 def build_trainer(
     request: FinetuneConfig, family: Family, arrays: dict[str, np.ndarray], run: RunFolder, launch: Launch
 ) -> Trainer:
-    """Build the trainer, and load the newest checkpoint of the run if it has one."""
+    """Build the trainer and load the run's newest checkpoint, if it has one."""
     transformer, routes = load_model(request)
     net = Net(transformer, family, routes)
-    # Frozen weights are the same on all ranks, and need not be broadcast.
+    # Frozen weights are equal on all ranks and need no broadcast.
     frozen = [name for name, parameter in net.named_parameters() if not parameter.requires_grad]
     net._ddp_params_and_buffers_to_ignore = frozen
     prepared = Accelerator(mixed_precision="no").prepare_model(net)
@@ -431,7 +429,7 @@ def build_trainer(
         work=None,
     )
     trainer.resume_newest()
-    launch.barrier()  # all ranks have read before anything is written
+    launch.barrier()  # all ranks read before any rank writes
     return trainer
 
 

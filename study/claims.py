@@ -1,11 +1,9 @@
-"""The scoreboard of claims: what is said of routing, and what the records of this repository say of it.
+"""The scoreboard of claims: published claims about routing, compared with the records of this repository.
 
-    python -m study.claims            writes CLAIMS.md and assets/twins.png from the records of the project
-    python -m study.claims FOLDER     from the records of a study in FOLDER, to FOLDER
+    python -m study.claims            write CLAIMS.md and assets/twins.png from the records of the project
+    python -m study.claims FOLDER     write both to FOLDER, from the records of a study in FOLDER
 
-The claims are rows of study/claims.yaml. An effect is a difference between two arms, seed by seed, with a
-95 % interval of its mean (Student's t). A claim is confirmed or refuted by a task where the interval lies on
-one side of 0, else it is open there.
+The claims are rows of study/claims.yaml. The text of the page (HEAD) defines effects and outcomes.
 """
 
 import operator
@@ -32,7 +30,7 @@ FIGURE_ARMS = {"dense": "#4c72b0", "routed": "#dd8452", "no removal": "#55a868"}
 
 
 class Finding(NamedTuple):
-    """What one experiment says: in words, of how many, at which commits."""
+    """The outcome of one experiment, with its text, n and commits."""
 
     outcome: str
     text: str
@@ -42,7 +40,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two arms on studies, by the scores that decide there; see study/claims.yaml."""
+    """A comparison of two arms on studies, each by its scores; see study/claims.yaml."""
 
     arms: Sequence[str]
     scores: Mapping[str, str | Sequence[str]]
@@ -53,25 +51,25 @@ class Comparison:
     name: str = "{study}, {key}"
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Each study with each of its scores."""
+        """Return each study with each of its scores."""
         return [(study, key) for study, keys in self.scores.items() for key in np.atleast_1d(keys).tolist()]
 
     def findings(self, records: Records) -> list[Finding]:
-        """What each study says by each of its scores."""
+        """Return a finding for each score of each study."""
         return [self._finding(records, study, key) for study, key in self.pairs()]
 
     def _finding(self, records: Records, study: str, key: str) -> Finding:
         arms, text = self.arms, self.name
         changes = compare(records, study, key, self.arms, self.at, self.guidance)
-        if self.over:  # how much the change has grown
+        if self.over:  # the difference between two changes
             before = compare(records, study, key, self.over, self.at, self.guidance)
             changes = {seed: changes[seed] - before[seed] for seed in changes.keys() & before.keys()}
             arms, text = (self.arms[0], self.over[0]), f"{text}, {self.arms[0]} over {self.over[0]}"
-        edge = ", an end of those tried" if self._at_an_edge(records, study) else ""
+        edge = ", the smallest or largest tried" if self._at_an_edge(records, study) else ""
         text = text.format(study=study, key=key, arm=self.arms[0], edge=edge)
         text += "" if self.at == "steps" else f" at equal {self.at}"
         if self.guidance[0] != UNGUIDED:
-            chosen = [records.chosen_guidance(study, *each) for each in zip(arms, self.guidance, strict=True)]
+            chosen = [records.chosen_guidance(study, *pair) for pair in zip(arms, self.guidance, strict=True)]
             text += f" ({' against '.join(dict.fromkeys(g.replace('guidance=', '') for g in chosen))})"
         if not changes:
             return Finding(ABSENT, text)
@@ -87,7 +85,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Bound:
-    """Values of a record of another program, each of which must be within a bound; see study/claims.yaml."""
+    """A bound on all values of another program's record; see study/claims.yaml."""
 
     record: str
     column: str
@@ -97,11 +95,11 @@ class Bound:
     above: float | None = None
     at_least: float | None = None
     at_most: float | None = None
-    n: str = ""  # where rows are not independent: what they are
+    n: str = ""  # description of the rows if they are not independent
 
     def findings(self, records: Records) -> list[Finding]:
-        """What all values say."""
-        files = records.files(f"{self.record}_[A-Z]*")  # then comes the device
+        """Return one finding for all values."""
+        files = records.files(f"{self.record}_[A-Z]*")  # the device follows the name
         rows = [read_environment(file) | row for file in files for row in read_results(file)]
         rows = [row for row in rows if row.get(self.column)]
         rows = [row for row in rows if all(row[key] in values for key, values in self.where.items())]
@@ -110,8 +108,8 @@ class Bound:
         if not values:
             return [Finding(ABSENT, self.name)]
         bounds = ((operator.gt, self.above), (operator.ge, self.at_least), (operator.le, self.at_most))
-        given = [(fits, bound) for fits, bound in bounds if bound is not None]
-        verdicts = {all(fits(value, bound) for fits, bound in given) for value in values}
+        bounds = [(fits, bound) for fits, bound in bounds if bound is not None]
+        verdicts = {all(fits(value, bound) for fits, bound in bounds) for value in values}
         outcome = OPEN if len(verdicts) > 1 else CONFIRMED if verdicts == {True} else REFUTED
         text = f"{self.name}: {min(values):.2f} to {max(values):.2f}x"
         commits = dict.fromkeys(row["commit"][:7] for row in rows)
@@ -120,7 +118,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Claim:
-    """What is said, by whom, what decides it here, and what would decide it where it was said."""
+    """A claim, its source, the tests that decide it here, and what would decide it at its own scale."""
 
     says: str
     source: str
@@ -129,7 +127,7 @@ class Claim:
 
 
 def read_claims() -> list[Claim]:
-    """The rows of study/claims.yaml."""
+    """Read the rows of study/claims.yaml."""
     rows = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text())
     for row in rows:
         tests = row.get("tests", ())
@@ -141,15 +139,15 @@ CLAIMS = read_claims()
 
 
 def outcome_of(effect: Effect, higher: bool) -> str:
-    """What an interval says of the claim that the effect is below, or above, 0."""
+    """Return the outcome of the claim that an effect is below 0, or above it if `higher`."""
     if effect.low <= 0 <= effect.high:
         return OPEN
     return CONFIRMED if (effect.value > 0) == higher else REFUTED
 
 
 def judged(tests: Sequence[Comparison | Bound], records: Records) -> tuple[str, list[Finding]]:
-    """The outcome of a claim, that of all tasks where they agree, and what each says."""
-    findings = [each for test in tests for each in test.findings(records) if each.outcome != ABSENT]
+    """Return the outcome of a claim, open if its tasks contradict each other, and the findings behind it."""
+    findings = [f for test in tests for f in test.findings(records) if f.outcome != ABSENT]
     if not findings:
         return ABSENT if tests else UNTESTED, []
     decided = {finding.outcome for finding in findings} - {OPEN}
@@ -157,37 +155,37 @@ def judged(tests: Sequence[Comparison | Bound], records: Records) -> tuple[str, 
 
 
 def scoreboard(records: Records) -> str:
-    """The table of claims; of another folder than the project's, those that it has records of."""
+    """Return the table of claims. For a folder other than the project's, list only claims with records."""
     rows = []
     for claim in CLAIMS:
         outcome, findings = judged(claim.tests, records)
         if not findings and not records.of_project:
             continue
         texts = (f"{f.text}, n = {f.n}: {f.outcome}" for f in findings)
-        row = {"claim": claim.says, "of": claim.source, "here": outcome}
+        row = {"claim": claim.says, "source": claim.source, "here": outcome}
         row["effect [95 % interval], n"] = "<br>".join(texts)
         row["commit"] = ", ".join(dict.fromkeys(commit for f in findings for commit in f.commits))
-        rows.append(row | {"what decides it where it was said": claim.elsewhere})
+        rows.append(row | {"what would decide it at its own scale": claim.elsewhere})
     if not rows:
         return "No claim is about these arms alone."
-    return markdown(rows, dict.fromkeys(rows[0], "{}"), everything=True).replace("--:", "---")  # texts
+    return markdown(rows, dict.fromkeys(rows[0], "{}"), everything=True).replace("--:", "---")  # left-aligned
 
 
 def base_of(arm: str) -> str:
-    """The dense arm with the same overrides."""
-    own = next(name for name in sorted(ARMS, key=len, reverse=True) if arm.startswith(name))
-    return "dense" + arm.removeprefix(own)
+    """Return the dense arm with the same overrides."""
+    name = next(name for name in sorted(ARMS, key=len, reverse=True) if arm.startswith(name))
+    return "dense" + arm.removeprefix(name)
 
 
 def arms_table(records: Records, study: str) -> str:
-    """The final scores of all arms of a study: means over seeds and half of their intervals."""
+    """Return a table of the final scores of all arms: means over seeds and half of their intervals."""
     guided = ((UNGUIDED, "", SCORES),)
     if study in DISTANCES:
         guided += ((BEST, ", best guidance", (DISTANCES[study], "label_accuracy")),)
     rows = []
-    found = dict.fromkeys(row["arm"] for row in records.rows[study])
-    of_study = [arm for arm in STUDIES[study].arms if arm in found]
-    for arm in dict.fromkeys([*of_study, *found]):  # changed ones last
+    recorded = dict.fromkeys(row["arm"] for row in records.rows[study])
+    unchanged = [arm for arm in STUDIES[study].arms if arm in recorded]
+    for arm in dict.fromkeys([*unchanged, *recorded]):  # changed arms last
         *_, last = records.of(study, arm)
         edge = "!" if float(last["lr"]) == max(LRS) else ""
         row = {"arm": arm, "lr": last["lr"] + edge, "steps": last["step"]}
@@ -206,7 +204,7 @@ def arms_table(records: Records, study: str) -> str:
 
 
 def page(records: Records) -> str:
-    """The text of CLAIMS.md."""
+    """Return the text of CLAIMS.md."""
     studies = [f"## {name}\n\n{arms_table(records, name)}" for name in STUDIES if records.rows[name]]
     ours = "`study/results/` and `benchmarks/results/`"
     head = HEAD.format(ours if records.of_project else "this folder")
@@ -216,31 +214,37 @@ def page(records: Records) -> str:
 
 HEAD = """# Claims
 
-Written by `python -m study.claims` from the records in {}; do not edit. An effect is
-the change from the second arm to the first, paired by seed: negative where a loss or a distance is lower,
-with the 95 % interval of its mean (Student's t); where a row gives a range instead, it is from least to most.
-A task confirms or refutes a claim if the interval lies on one side of 0, else it leaves it open. A claim is
-what the tasks say that decide it, open where they contradict each other or none decides. Each interval errs
-once in twenty: of all rows here one or two may.
+Published claims about routing, and whether the measurements of this project confirm them. Do not edit this
+page: `python -m study.claims` writes it from the records in {}.
 
-**Confirmed and refuted are meant at the scale of the row and nowhere else**: most are networks of a few
-million parameters, 16 to 256 tokens, one or two thousand steps of batch 32 on two CPU cores. The last column
-says what decides a claim where it was made; its A100-hours are estimates, from the 240 (dense) and 147
-(routed) that the paper's figure shows for XL/2 at 400K steps, scaled by FLOPs."""
+| section | contents |
+|---|---|
+| [Outcomes](#outcomes) | each claim, its source, and the measured effect |
+| [Arms](#arms) | final scores of all networks of the twin study |
+
+# Outcomes
+
+Confirmed and refuted hold **at the scale of the row only**. Most networks here have a few million parameters
+and 16 to 256 tokens, and train for one or two thousand steps of batch 32 on two CPU cores.
+
+An effect is the change from the second arm to the first, paired by seed, with the 95 % interval of its mean
+(Student's t). It is negative if a loss or a distance is lower. Some rows give the range of values instead. A
+task confirms or refutes a claim if the interval lies on one side of 0; otherwise the claim is open. It is
+also open if its tasks contradict each other. Each interval is wrong once in twenty. A100-hours are estimates,
+scaled by FLOPs from the 240 (dense) and 147 (routed) that the paper's figure shows for XL/2 at 400K steps."""
 FIGURE = "![excess loss over the optimal denoiser against steps and FLOPs](assets/twins.png)"
-REHEARSAL = "**A rehearsal (--tiny): nothing here is a result.**"
+REHEARSAL = "**This is a rehearsal (--tiny), not a result.**"
 ARMS_HEAD = f"""# Arms
 
-Final scores, mean and half of the 95 % interval over the seeds. Each arm has the learning rate, of
-{", ".join(f"{lr:g}" for lr in LRS)}, at which half of the steps on a seed of its own had the lowest held-out
-dense loss; "!" marks the largest, beyond which one seed in a few did not recover from its start (`make
-twins`; how: `benchmarks/README.md`, "The twin study"). "Over dense" is the difference from the dense arm with
-the same overrides, seed by seed, with its 95 % interval. "Best guidance" is the better of the scales 1.25 and
-1.75 of classifier-free guidance. All arms have the block of DiT; "sprint" has no second stage."""
+Final scores of the twin study (`study/README.md`): means over seeds and half of their 95 % intervals. "lr" is
+the rate, of {", ".join(f"{lr:g}" for lr in LRS)}, with the lowest held-out dense loss in a search of half the
+steps on a separate seed. "!" marks the largest; at higher rates some seeds did not recover from their start.
+"Over dense" is the change from the dense arm with the same overrides, paired by seed. "Best guidance" is the
+better of the scales 1.25 and 1.75 of CFG. All arms have the block of DiT; "sprint" has no second stage."""
 
 
 def draw(records: Records, file: Path) -> None:
-    """Draw the excess loss of the twins against steps and FLOPs."""
+    """Plot the excess loss of the twins against steps and FLOPs."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -269,7 +273,7 @@ def draw(records: Records, file: Path) -> None:
 def main() -> None:
     """Write the page and the figure."""
     parser = program_parser("study.claims", __doc__)
-    parser.add_argument("folder", type=Path, nargs="?", help="of records; none: those of the project")
+    parser.add_argument("folder", type=Path, nargs="?", help="folder with records (default: the project's)")
     folder = parser.parse_args().folder
     records, out = (Records(folder), folder) if folder else (Records(), PROJECT)
     (out / "assets").mkdir(exist_ok=True)

@@ -1,16 +1,16 @@
-"""The twin study: networks that differ in one thing, over seeds, each at the learning rate that suits it.
+"""The twin study: networks that differ in one thing, over seeds, each at its best learning rate.
 
-    python -m study.twins OUT                                all studies; the same command goes on
-    python -m study.twins OUT digits --arms dense routed     some
+    python -m study.twins OUT                                all studies; run it again to resume
+    python -m study.twins OUT digits --arms dense routed     some arms of one study
     python -m study.twins OUT digits --arms routed --change model.mlp_ratio=3
-                                                                  a changed arm, beside those that are there
-    python -m study.twins OUT --time                         the time of a step of each arm: alone!
+                                                             a changed arm, in addition to the recorded ones
+    python -m study.twins OUT --time                         the time of a step of each arm; run nothing else
 
-Of each arm a short training at each of three learning rates chooses the one with the lowest held-out dense
-loss, on a seed of its own; then the seeds are trained by train.py, and samples scored by it and fid.py. OUT
-gets a record of each study, written after every training, and the runs; what the record of another machine,
-or torch, has there is not trained again. Everything runs on the CPU, a training on each core: seconds are
-steps times the time of a step that is measured with nothing beside it.
+For each arm, short trainings at three learning rates, on a separate seed, choose the rate with the lowest
+held-out dense loss. Then train.py trains the seeds, and train.py and fid.py score samples. OUT gets the runs
+and a record of each study, written after every training. Arms in a record of another machine or torch version
+are not trained again. Everything runs on the CPU, one training per core. Seconds are steps times the time of
+a step, which `--time` measures alone.
 """
 
 import argparse
@@ -38,13 +38,13 @@ from runtime.provenance import environment
 from runtime.tables import aligned
 from training.run_folder import RunFolder
 
-# At 4e-3 a search of half the steps looks as good, and one seed in a few never recovers from its start.
+# 4e-3 looks as good in a search of half the steps, but some seeds never recover from their start.
 LRS, SEARCH_SEED = (5e-4, 1e-3, 2e-3), 100
 CFG = ("guidance=cfg guidance_scale=1.25", "guidance=cfg guidance_scale=1.75")
 SPARSE = "guidance=sparse guidance_scale=1.5 guidance.strong_ratio=0.5 guidance.weak_ratio=0.9"
-GUIDED = {"routed": (*CFG, SPARSE)}  # in the end; all other arms: CFG
+GUIDED = {"routed": (*CFG, SPARSE)}  # guidances of the final scores; other arms: CFG
 UNGUIDED, NUM_SAMPLES, NUM_STEPS = "none", 500, 12
-TURNS = 15  # of a step that is timed
+TURNS = 15  # of a timed step
 LOSS = "val_loss_dense_ema"
 SCORES = (LOSS, "val_loss_optimal", "fd_pixel", "fd_classifier", "label_accuracy", "precision", "recall")
 TINY_STEPS = 4
@@ -52,7 +52,7 @@ ROUTED = ("model=tread",)
 
 
 def route(changed: str) -> tuple[str, ...]:
-    """The overrides of the published route with one of its keys changed."""
+    """Return the overrides of the published route with one changed key."""
     return (*ROUTED, f"model.routes.0.{changed}")
 
 
@@ -68,15 +68,15 @@ ARMS = TWINS | {
     "dense end": (*ROUTED, "routing.off_last_steps=200"),
     "routed, equal FLOPs": ROUTED,
 }
-LONGER = ("routed, equal FLOPs",)  # for as many steps as cost what the dense arm's do
+LONGER = ("routed, equal FLOPs",)  # trained for the FLOPs of the dense arm
 
 
 @dataclass(frozen=True)
 class Study:
-    """A task, the arms that are trained on it, and for how long.
+    """A task, its arms and its number of steps.
 
     Args:
-        task: further overrides of all arms.
+        task: overrides of all arms.
         samples: True to draw and score samples.
     """
 
@@ -88,12 +88,12 @@ class Study:
 
 
 def series(key: str, values: Iterable[Any]) -> dict[str, tuple[str, ...]]:
-    """Dense and routed arms at several values of a key."""
-    return {f"{arm}, {key}={v}": (*own, f"model.{key}={v}") for v in values for arm, own in TWINS.items()}
+    """Return dense and routed arms at several values of a key."""
+    return {f"{arm}, {key}={v}": (*keys, f"model.{key}={v}") for v in values for arm, keys in TWINS.items()}
 
 
 def sampled(tiny: bool) -> tuple[str, str]:
-    """How many samples are scored, and in how many steps they are drawn."""
+    """Return the overrides for the number of scored samples and their steps."""
     num_samples, num_steps = (20, 2) if tiny else (NUM_SAMPLES, NUM_STEPS)
     return f"evaluation.num_samples={num_samples}", f"sampler.num_steps={num_steps}"
 
@@ -130,140 +130,138 @@ COLUMNS = {
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The request of the command line."""
+    """Parse the command line."""
     parser = study_parser("study.twins", __doc__)
-    parser.add_argument(
-        "studies", nargs="*", metavar="study", help=f"some of {', '.join(STUDIES)}; none: all"
-    )
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="those of them that a study has; none: all")
+    parser.add_argument("studies", nargs="*", metavar="study", help=f"{', '.join(STUDIES)} (default: all)")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="arms of these studies (default: all)")
     parser.add_argument("--change", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all arms")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
-    parser.add_argument("--time", action="store_true", help="time the steps of the arms instead")
-    asked = parser.parse_intermixed_args(arguments)
-    asked.studies = asked.studies or list(STUDIES)
-    known = {arm for name in asked.studies if name in STUDIES for arm in STUDIES[name].arms}
-    for given, choices in ((asked.studies, STUDIES), (asked.arms or (), known)):
-        if unknown := [each for each in given if each not in choices]:
-            parser.error(f"{', '.join(unknown)}: choose from {', '.join(choices)}")
-    return asked
+    parser.add_argument("--time", action="store_true", help="time the steps of the arms instead of training")
+    request = parser.parse_intermixed_args(arguments)
+    request.studies = request.studies or list(STUDIES)
+    arms = {arm for name in request.studies if name in STUDIES for arm in STUDIES[name].arms}
+    for names, choices in ((request.studies, STUDIES), (request.arms or (), arms)):
+        if unknown := [name for name in names if name not in choices]:
+            parser.error(f"{', '.join(unknown)}: must be one of {', '.join(choices)}")
+    return request
 
 
 def main() -> None:
-    """Train and score what is not in the records, and print them."""
-    asked = parse()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    about = environment(torch.device("cpu")) | {"tiny": asked.tiny}
+    """Train and score everything that is not in the records, and print the records."""
+    request = parse()
+    request.out.mkdir(parents=True, exist_ok=True)
+    header = environment(torch.device("cpu")) | {"tiny": request.tiny}
     complete = True
-    for name in asked.studies:
-        study, arms = STUDIES[name], arms_of(STUDIES[name], asked.arms, asked.change)
-        if asked.time:
-            record = Record("twins_steps", asked.out, about)
-            record.add(name, time_steps(study, arms, asked.tiny))
+    for name in request.studies:
+        study, arms = STUDIES[name], arms_of(STUDIES[name], request.arms, request.change)
+        if request.time:
+            record = Record("twins_steps", request.out, header)
+            record.add(name, time_steps(study, arms, request.tiny))
         else:
-            record = Record(f"twins_{name}", asked.out, about)
-            complete &= Work(name, study, arms, asked, record).done()
+            record = Record(f"twins_{name}", request.out, header)
+            complete &= Work(name, study, arms, request, record).run()
         print(f"\n{name}\n{aligned(markdown(record.rows, COLUMNS | {'ms': '{:.1f}'}))}", flush=True)
     sys.exit(not complete)
 
 
 def arms_of(study: Study, chosen: Sequence[str] | None, change: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Overrides by name of arm; a changed arm has the change in its name."""
-    arms = {name: own for name, own in study.arms.items() if chosen is None or name in chosen}
-    return {", ".join([name, *change]): (*own, *change) for name, own in arms.items()}
+    """Return the overrides of the chosen arms by name. The name of a changed arm contains the change."""
+    arms = {name: keys for name, keys in study.arms.items() if chosen is None or name in chosen}
+    return {", ".join([name, *change]): (*keys, *change) for name, keys in arms.items()}
 
 
 class Work:
-    """What a study asks: first the search, then the seeds, all arms of one seed before those of the next."""
+    """The trainings of a study: first the search, then all arms of one seed after the other."""
 
     def __init__(
         self,
         name: str,
         study: Study,
         arms: Mapping[str, Sequence[str]],
-        asked: argparse.Namespace,
+        request: argparse.Namespace,
         record: Record,
     ):
-        self.name, self.study, self.arms, self.asked, self.record = name, study, arms, asked, record
-        self.steps = TINY_STEPS if asked.tiny else study.steps
-        # Here: what composes a configuration cannot be run by two threads.
+        self.name, self.study, self.arms, self.request, self.record = name, study, arms, request, record
+        self.steps = TINY_STEPS if request.tiny else study.steps
+        # Computed here, because two threads cannot compose a configuration at once.
         self.factors = {arm: self._factor(arm) for arm in arms}
 
-    def done(self) -> bool:
-        """Do it; True if nothing failed."""
-        self._do("searches", [(arm, SEARCH_SEED, lr) for arm in self.arms for lr in LRS])
-        chosen = {arm: chosen_lr([*self._of_others(), *self.record.rows], arm) for arm in self.arms}
-        seeds = [(arm, seed, chosen[arm]) for seed in self.asked.seeds for arm in self.arms]
-        self._do("trainings", [unit for unit in seeds if unit[2]])
-        return all(chosen.values()) and self.record.started() <= self._done()
+    def run(self) -> bool:
+        """Run the trainings that are not recorded yet. True if nothing failed."""
+        self._run("searches", [(arm, SEARCH_SEED, lr) for arm in self.arms for lr in LRS])
+        rates = {arm: chosen_lr([*self._other_rows(), *self.record.rows], arm) for arm in self.arms}
+        seeds = [(arm, seed, rates[arm]) for seed in self.request.seeds for arm in self.arms]
+        self._run("trainings", [unit for unit in seeds if unit[2]])
+        return all(rates.values()) and self.record.started() <= self._done()
 
     def _done(self) -> set[str]:
-        return self.record.done() | {row["setting"] for row in self._of_others()}
+        return self.record.done() | {row["setting"] for row in self._other_rows()}
 
-    def _of_others(self) -> Rows:
-        files = {*self.asked.out.glob(f"twins_{self.name}_*.csv")} - {self.record.file}
-        same = [file for file in sorted(files) if read_environment(file)["tiny"] == str(self.asked.tiny)]
+    def _other_rows(self) -> Rows:  # of other machines
+        files = {*self.request.out.glob(f"twins_{self.name}_*.csv")} - {self.record.file}
+        same = [file for file in sorted(files) if read_environment(file)["tiny"] == str(self.request.tiny)]
         return [row for file in same for row in read_results(file) if not row.get("failed")]
 
-    def _do(self, what: str, units: Sequence[tuple[str, int, float]]) -> None:
+    def _run(self, kind: str, units: Sequence[tuple[str, int, float]]) -> None:
         calls, done = {self.setting(*unit): partial(self._train, *unit) for unit in units}, self._done()
         calls = {setting: call for setting, call in calls.items() if setting not in done}
-        recorded = f"{len(units) - len(calls)} more are recorded"
-        print(f"{self.name}: {len(calls)} {what}, {recorded}; logs are in {self.asked.out}", flush=True)
-        record_all(calls, self.record, self.asked.jobs)
+        recorded = f"{len(units) - len(calls)} already recorded"
+        print(f"{self.name}: {len(calls)} {kind}, {recorded}; logs: {self.request.out}", flush=True)
+        record_all(calls, self.record, self.request.jobs)
 
     def _factor(self, arm: str) -> float:
-        if not arm.startswith(LONGER):  # changed ones, too
+        if not arm.startswith(LONGER):  # includes changed arms
             return 1.0
         task = (f"data={self.study.data}", *self.study.task)
         return gflop_a_step((*task, *TWINS["dense"])) / gflop_a_step((*task, *self.arms[arm]))
 
     def setting(self, arm: str, seed: int, lr: float) -> str:
-        """The name of a training."""
+        """Return the name of a training."""
         return f"{self.name}: {arm}, lr {lr:g}, seed {seed}"
 
     def _train(self, arm: str, seed: int, lr: float) -> Rows:
-        """Train once: a row for each evaluation, and for each scale of guidance in the end."""
-        out, search = self.asked.out.resolve(), seed == SEARCH_SEED
-        run = out / named(self.setting(arm, seed, lr))
-        own = [f"data={self.study.data}", *self.study.task, *self.arms[arm], f"optimizer.lr={lr}"]
-        own += TINY if self.asked.tiny else ()
-        own += [f"data.path={out / self.study.data}"] if self.study.samples else []  # a mixture has no file
+        """Train once. Return a row for each evaluation, and for each guidance of the final scores."""
+        out, search = self.request.out.resolve(), seed == SEARCH_SEED
+        run = out / file_name(self.setting(arm, seed, lr))
+        keys = [f"data={self.study.data}", *self.study.task, *self.arms[arm], f"optimizer.lr={lr}"]
+        keys += TINY if self.request.tiny else ()
+        keys += [f"data.path={out / self.study.data}"] if self.study.samples else []  # a mixture has no file
         scored = self.study.samples and not search
-        own += [f"evaluation={self.study.data}", *sampled(self.asked.tiny)] if scored else []
+        keys += [f"evaluation={self.study.data}", *sampled(self.request.tiny)] if scored else []
         steps = round(self.factors[arm] * (self.steps // 2 if search else self.steps))
         every = steps // (1 if search else 2 if scored else 4)
-        own += [f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null"]
-        own += [f"train.eval_every={every}", f"train.save_every={every}"]
-        start_program("train.py", Path(f"{run}.log"), *own)
-        same = {"arm": arm, "seed": seed, "lr": f"{lr:g}", "part": "search" if search else "training"}
-        rows = [{**same, **row} for row in evaluations_of(run)]
+        keys += [f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null"]
+        keys += [f"train.eval_every={every}", f"train.save_every={every}"]
+        start_program("train.py", Path(f"{run}.log"), *keys)
+        shared = {"arm": arm, "seed": seed, "lr": f"{lr:g}", "part": "search" if search else "training"}
+        rows = [{**shared, **row} for row in evaluations_of(run)]
         if scored:
-            last = {**same, **{key: rows[-1][key] for key in ("step", "gflop")}}
+            last = {**shared, **{key: rows[-1][key] for key in ("step", "gflop")}}
             rows += [{**last, **self._guided(run, guidance)} for guidance in GUIDED.get(arm, CFG)]
         return rows
 
     def _guided(self, run: Path, guidance: str) -> dict[str, Any]:
-        out, data = run / "scores" / f"{named(guidance)}.json", self.study.data
+        out, data = run / "scores" / f"{file_name(guidance)}.json", self.study.data
         if not out.exists():
-            drawn = (*guidance.split(), *(each.partition(".")[2] for each in sampled(self.asked.tiny)))
-            judged = (f"suite={data}", f"reference={run.parent / data}", f"out={out}")
-            start_program("fid.py", Path(f"{run}.log"), f"run={run}", *judged, *drawn)
+            sampling = (*guidance.split(), *(key.partition(".")[2] for key in sampled(self.request.tiny)))
+            scoring = (f"suite={data}", f"reference={run.parent / data}", f"out={out}")
+            start_program("fid.py", Path(f"{run}.log"), f"run={run}", *scoring, *sampling)
         return {"guidance": guidance, **json.loads(out.read_text())["values"]}
 
 
-def named(text: str) -> str:
-    """A text as the name of a file, which may stand in an override of Hydra."""
+def file_name(text: str) -> str:
+    """Turn a text into a file name that can be part of a Hydra override."""
     return re.sub(r"[^\w.-]+", "_", text)
 
 
 def evaluations_of(run: Path) -> Rows:
-    """Step, cost, scores and the mean loss of training since the last one, of each evaluation."""
-    rows, losses, read = [], [], Run(RunFolder(run))
-    for line in read.lines:
+    """Return step, cost, scores and the mean training loss since the previous one, for each evaluation."""
+    rows, losses, record = [], [], Run(RunFolder(run))
+    for line in record.lines:
         if line.get("loss") is not None:
             losses.append(line["loss"])
         if LOSS in line:
-            spent = {"step": line["step"], "gflop": 1000 * read.spent("TFLOPs", line["step"])}
+            spent = {"step": line["step"], "gflop": 1000 * record.spent("TFLOPs", line["step"])}
             scores = {key: value for key, value in line.items() if key.startswith(SCORES)}
             rows.append({**spent, "guidance": UNGUIDED, "train_loss": mean(losses), **scores})
             losses.clear()
@@ -271,34 +269,34 @@ def evaluations_of(run: Path) -> Rows:
 
 
 def chosen_lr(rows: Sequence[Mapping[str, Any]], arm: str) -> float | None:
-    """The learning rate whose search ended with the lowest held-out loss; None if some failed."""
-    found = {
+    """Return the learning rate whose search ended with the lowest held-out loss; None if a search failed."""
+    losses = {
         float(row["lr"]): float(row[LOSS])
         for row in rows
         if (row.get("arm"), row.get("part")) == (arm, "search") and row[LOSS] and float(row["lr"]) in LRS
     }
-    return min(found, key=found.get) if len(found) == len(LRS) else None
+    return min(losses, key=losses.get) if len(losses) == len(LRS) else None
 
 
 def gflop_a_step(overrides: Sequence[str]) -> float:
-    """The cost of a training step, by the cost model."""
+    """Return the cost of a training step by the cost model."""
     experiment = compose(overrides)
     return experiment.train.batch_size * cost_of(experiment.meta_net).routed_training_flops / 1e9
 
 
 def time_steps(study: Study, arms: Mapping[str, Sequence[str]], tiny: bool) -> Rows:
-    """Time a step of each arm in turn, each in a process of its own."""
+    """Time a step of each arm in turn, each in a separate process."""
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
         task = [f"data={study.data}", *study.task]
         task += [f"data.path={folder / 'latents'}"] if study.samples else []
         workers = {}
-        for name, own in arms.items():
-            overrides = (*task, *own, *(TINY if tiny else ()), *QUIET)
+        for name, keys in arms.items():
+            overrides = (*task, *keys, *(TINY if tiny else ()), *QUIET)
             workers[name] = stack.enter_context(Worker(ours, folder, overrides))
             workers[name].ask("warm up")
         seconds = take_turns(workers, "step", TURNS)
-    return [{"arm": name, **spread(found)} for name, found in seconds.items()]
+    return [{"arm": name, **spread(times)} for name, times in seconds.items()]
 
 
 if __name__ == "__main__":

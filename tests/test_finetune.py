@@ -1,4 +1,4 @@
-"""The example of fine-tuning: it learns, resumes, and gives the routes what they need."""
+"""The fine-tuning example learns, resumes, and passes inputs and masks to the routes."""
 
 import json
 import os
@@ -36,13 +36,13 @@ CHANNELS = {"flux": 16, "sd3": 16, "auraflow": 4, "wan": 16}
 @pytest.fixture(autouse=True)
 def one_process_on_the_cpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state()  # it would keep the precision of the test before
+    AcceleratorState._reset_state()  # it would keep the precision of the previous test
     yield
     AcceleratorState._reset_state()
 
 
 def write_inputs(folder, name, count=16):
-    """A tiny model with random weights, and arrays that can be learnt: every latent is the same."""
+    """Write a tiny model with random weights, and arrays that it can learn: all latents are equal."""
     FAMILIES[name].build().save_pretrained(folder / "transformer")
     rng, shape = np.random.default_rng(0), (CHANNELS[name], *((4, 4, 4) if name == "wan" else (8, 8)))
     arrays = {
@@ -60,7 +60,7 @@ def overrides(folder, *options, output="run"):
     return [*folders, *SHORT, *options]
 
 
-def asked(*options):
+def requested(*options):
     return resolve(composed(*options, config_name="finetune"), finetune.FinetuneConfig)
 
 
@@ -70,7 +70,7 @@ def run(folder, *options, output="run"):
 
 
 def metrics(folder, output="run"):
-    """The lines of a run, without what its clock says."""
+    """Return the lines of a run's metrics without times."""
     lines = map(json.loads, (folder / output / "metrics.jsonl").read_text().splitlines())
     keys = ("step", "loss", "grad_norm", "val_loss_dense", "skipped_steps")
     return [{key: line[key] for key in keys if key in line} for line in lines]
@@ -81,7 +81,7 @@ def dense_losses(folder, output="run"):
 
 
 def launch(folder, *options, launcher=(), on_cpu=True):
-    """Run the program in processes of its own."""
+    """Run the program in separate processes."""
     environment = {key: value for key, value in os.environ.items() if on_cpu or key != "ACCELERATE_USE_CPU"}
     command = [sys.executable, *launcher, "-m", "examples.finetune", *overrides(folder, *options)]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -123,7 +123,7 @@ def test_adapters_alone_are_trained_saved_and_loaded_again(kind, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_trains_adapters(tmp_path):
-    """In a process of its own: this one is on the CPU."""
+    """This process uses the CPU, so the program runs in another one."""
     write_inputs(tmp_path, "sd3")
     options = (ROUTES, "mixed_precision=bf16", "rank=4", "lr=1e-2")
     launch(tmp_path, *options, on_cpu=False)
@@ -149,29 +149,29 @@ def test_references_and_masks_of_flux_reach_the_routes(tmp_path, monkeypatch):
     rng = np.random.default_rng(1)
     np.save(tmp_path / "references.npy", rng.standard_normal((16, 16, 8, 8)).astype(np.float32))
     masks = np.zeros((16, 8, 8), dtype=np.uint8)
-    masks[:, :, 2:] = 1  # 12 of 16 tokens must stay: at ratio 0.5 they would not fit
+    masks[:, :, 2:] = 1  # 12 of 16 tokens must stay, more than the ratio 0.5 keeps
     np.save(tmp_path / "masks.npy", masks)
     router, kept = finetune.ROUTERS["random"], []
 
-    def watched(x, num_kept, *, force_keep=None, noise=None, generator=None):
+    def recording_router(x, num_kept, *, force_keep=None, noise=None, generator=None):
         assert x.shape[1] == 16  # the tokens of references never bypass
         kept.append(router(x, num_kept, force_keep=force_keep, noise=noise, generator=generator))
         return kept[-1]
 
-    monkeypatch.setitem(finetune.ROUTERS, "random", watched)
+    monkeypatch.setitem(finetune.ROUTERS, "random", recording_router)
     tread_config = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}]}
     (tmp_path / "tread.json").write_text(json.dumps(tread_config))
     run(tmp_path, f"tread_config={tmp_path}/tread.json", "rank=4")
-    assert len(kept) == 4  # one window for each step, none where it is evaluated
+    assert len(kept) == 4  # one window per step, none in evaluations
     touched = torch.arange(16).view(4, 4)[:, 1:].flatten()
     assert all(torch.isin(touched, row).all() for ids in kept for row in ids)
 
 
 def test_every_recipe_of_routes_is_known_by_its_name():
     for file in (ROOT / "configs/model/routes").glob("*.yaml"):
-        found = finetune.read_routes(asked("transformer=x", "inputs=x", f"routes={file.stem}"))
+        routes = finetune.read_routes(requested("transformer=x", "inputs=x", f"routes={file.stem}"))
         config = composed(f"model={'dit' if file.stem == 'off' else 'tread'}", f"model/routes={file.stem}")
-        assert found == OmegaConf.to_container(config.model.routes)
+        assert routes == OmegaConf.to_container(config.model.routes)
 
 
 def rows_of(arrays, launch=ALONE, **changes):
@@ -179,8 +179,8 @@ def rows_of(arrays, launch=ALONE, **changes):
     return finetune.Rows(request, arrays, launch)
 
 
-def test_masks_force_tokens_by_the_area_that_is_asked_for():
-    """Rows of patches of which a mask covers all, a half, a quarter and nothing."""
+def test_masks_force_tokens_by_the_requested_area():
+    """The mask covers all, half, a quarter and none of the patches in the four rows."""
     masks = np.zeros((2, 8, 8), dtype=np.uint8)
     masks[:, :2] = masks[:, 2] = masks[:, 4, ::2] = 1
     for area, num_forced in ((0.0, 12), (0.25, 8), (0.5, 4), (0.75, 4)):
@@ -193,14 +193,14 @@ def test_masks_force_tokens_by_the_area_that_is_asked_for():
 def test_all_ranks_take_the_ratio_at_which_the_masks_of_all_fit():
     masks = np.zeros((4, 8, 8), np.uint8)
     masks[0], masks[3, 0, 2] = 1, 1
-    found = []
+    num_forced = []
     for rank in range(2):
         rows = rows_of({"latents": masks[:, None], "masks": masks}, Launch(rank, 2))
         batches = rows.batches()
         (batch,) = next(batches.from_step(0))
         assert batch.num_forced == 16
-        found += batch.force_keep.sum(dim=1).tolist()  # of its own rows
-    assert [found[batches.entries(0).index(row)] for row in range(4)] == [16, 0, 0, 1]
+        num_forced += batch.force_keep.sum(dim=1).tolist()  # of the rank's rows
+    assert [num_forced[batches.entries(0).index(row)] for row in range(4)] == [16, 0, 0, 1]
 
 
 def loss_of(net, x, mask=None, shift=1.0, seed=0):
@@ -216,13 +216,13 @@ def test_positions_outside_of_masks_do_not_count():
     masks = np.zeros((2, 8, 8), np.uint8)
     masks[:, 2, 5] = 200
     x, _, mask = rows_of({"latents": np.zeros((2, 4, 8, 8)), "masks": masks}).read(np.arange(2))
-    n = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))  # with latents of 0 the velocity
+    n = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))  # the velocity, as latents are 0
     torch.testing.assert_close(loss_of(zero, x, mask), n[:, :, 2, 5].square().sum(dim=1) / n[0].numel())
 
 
 @pytest.mark.parametrize(("shift", "median"), [(1, 0.5), (3, 3 * 0.5 / (1 + 2 * 0.5))])
 def test_the_velocity_leads_from_the_latents_to_the_noise(shift, median):
-    """x_t = x + t v, and v is to be learnt: a network that predicts (x_t - x) / t has no loss."""
+    """x_t = x + t v: a network that predicts v = (x_t - x) / t has no loss."""
     x, times = torch.randn(2000, 1, 2, 2), []
 
     def right(x_t, t, inputs, *, routing, generator):
@@ -246,13 +246,13 @@ def test_held_out_rows_count_alike_and_are_never_trained_on():
         assert not net.training
         return finetune.flow_loss(zero, x, inputs, mask=mask, generator=generator)
 
-    found = rows.dense_loss(nn.Identity(), loss, 0)["val_loss_dense"]
-    assert found == pytest.approx(torch.cat(parts).mean().item())
+    dense_loss = rows.dense_loss(nn.Identity(), loss, 0)["val_loss_dense"]
+    assert dense_loss == pytest.approx(torch.cat(parts).mean().item())
 
 
 def test_gradients_are_clipped_and_weights_do_not_decay(tmp_path):
     write_inputs(tmp_path, "sd3")
-    request, folder = asked(*overrides(tmp_path, "rank=4", "lr=1")), RunFolder(tmp_path / "run")
+    request, folder = requested(*overrides(tmp_path, "rank=4", "lr=1")), RunFolder(tmp_path / "run")
     trainer = finetune.build_trainer(request, *finetune.open_inputs(request), folder, ALONE)
     assert trainer.settings.grad_clip == 1.0
     before = {name: weight.clone() for name, weight in trainer.net.state_dict().items()}
@@ -262,8 +262,8 @@ def test_gradients_are_clipped_and_weights_do_not_decay(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "scale"), [("flux", 1), ("sd3", 1000), ("auraflow", 1), ("wan", 1000)])
-def test_times_are_those_of_the_pipelines(name, scale):
-    """FLUX and AuraFlow take t in (0, 1), Stable Diffusion 3 and Wan the thousand steps of a schedule."""
+def test_times_agree_with_the_pipelines(name, scale):
+    """FLUX and AuraFlow take t in (0, 1), Stable Diffusion 3 and Wan a step of a thousand."""
     network, given = FAMILIES[name].build(), []
     network.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
     shape = (2, CHANNELS[name], *((4, 4, 4) if name == "wan" else (8, 8)))
@@ -273,7 +273,7 @@ def test_times_are_those_of_the_pipelines(name, scale):
     net = finetune.Net(network, finetune.FAMILIES[type(network).__name__], ())
     assert net(torch.zeros(shape), torch.tensor([0.25, 0.5]), inputs).shape == shape
     assert torch.equal(given[0]["timestep"], scale * torch.tensor([0.25, 0.5]))
-    assert name != "flux" or given[0]["guidance"].tolist() == [1, 1]  # more would be learnt as the data
+    assert name != "flux" or given[0]["guidance"].tolist() == [1, 1]  # a larger scale would be learnt as data
 
 
 def test_flux_gets_the_inputs_of_its_pipeline():
@@ -300,7 +300,7 @@ def test_flux_gets_the_inputs_of_its_pipeline():
 def test_a_batch_that_processes_cannot_share_is_refused(tmp_path, monkeypatch):
     write_inputs(tmp_path, "sd3")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="batch_size=3 must be a multiple of the 2 processes"):
+    with pytest.raises(SystemExit, match="batch_size=3 must be a multiple of num_processes=2"):
         run(tmp_path, "batch_size=3")
     assert not (tmp_path / "run").exists()
 
@@ -311,8 +311,8 @@ def test_a_row_that_is_not_finite_is_skipped_and_named(tmp_path):
     latents[9] = np.nan
     np.save(tmp_path / "latents.npy", latents)
     run(tmp_path, "train=full")
-    found = [step for line in metrics(tmp_path) for step in line.get("skipped_steps", [])]
-    assert found and all(step["entries"][0] == 9 for step in found)
+    skipped = [step for line in metrics(tmp_path) for step in line.get("skipped_steps", [])]
+    assert skipped and all(step["entries"][0] == 9 for step in skipped)
     weights = load_file(tmp_path / "run/model/diffusion_pytorch_model.safetensors")
     assert all(weight.isfinite().all() for weight in weights.values())
     diverging = ("train=full", "lr=1e30", "total_steps=20", "num_held_out=10")
@@ -324,16 +324,16 @@ def test_a_row_that_is_not_finite_is_skipped_and_named(tmp_path):
 def test_a_signal_saves_after_the_step_and_the_run_resumes(tmp_path, monkeypatch, number, status):
     write_inputs(tmp_path, "sd3")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run/.lock").touch()  # of a process that was killed
+    (tmp_path / "run/.lock").touch()  # of a killed process
     train_step = Trainer.train_step
 
-    def asked_to_stop(trainer, batches):
+    def signalled(trainer, batches):
         if trainer.step == 2:
             signal.raise_signal(number)
         train_step(trainer, batches)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train_step", asked_to_stop)
+        patch.setattr(Trainer, "train_step", signalled)
         with pytest.raises(SystemExit) as end:
             run(tmp_path, "rank=4", "save_every=100")
     assert end.value.code == status

@@ -34,13 +34,15 @@ from tests.programs import start
 from tests.runs import ROOT, composed
 
 FOLDERS = ("configs", "training", "routing", "routing/adapters", "models", "diffusion", "data", "evaluation")
-FOLDERS += ("benchmarks",)
-SOURCES = (*FOLDERS, "study", "builders", "runtime", "examples", "tests")
+FOLDERS += ("benchmarks", "study")
+SOURCES = (*FOLDERS, "builders", "runtime", "examples", "tests")
 PAPERS = {"TREAD", "DiT", "EDM", "EDM2", "ADM", "KID", "CFG", "SiT", "SG", "SPRINT", "REPA", "MaskDiT"}
 PAPERS |= {"PRX", "LightningDiT"}
 DOCUMENTS = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 PAGES = {document.parent.name: document.read_text() for document in DOCUMENTS[1:]}
 DOCUMENTS += [ROOT / "CONTRIBUTING.md", ROOT / "GLOSSARY.md"]
+RECORDED = ("RESULTS.md", "study/RESULTS.md", "benchmarks/RESULTS.md", "benchmarks/LOG.md")
+RECORDED = [ROOT / page for page in RECORDED]
 README, CONTRIBUTING = DOCUMENTS[0].read_text(), DOCUMENTS[-2].read_text()
 TEXT = "\n".join([README, CONTRIBUTING, *PAGES.values()])
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, flags=re.S)
@@ -90,7 +92,7 @@ def overrides_of(command):
     return program, [word.split(",")[0] for word in given] if sweep else given
 
 
-OTHERS = ("make ", "source ", "diff ", "python -m tests.")
+OTHERS = ("make ", "source ", "diff ", "mkdir ", "cp ", "python -m tests.")
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if not command.startswith(OTHERS)])
@@ -121,7 +123,7 @@ def test_make_targets_exist_and_take_their_arguments():
     given = [shlex.split(command, comments=True)[1:] for command in COMMANDS if command.startswith("make ")]
     assert {target for target, *_ in given} <= set(targets)
     twin_studies = [words for target, *words in given if target == "twins"]
-    assert len(twin_studies) == 3
+    assert len(twin_studies) == 4
     for words in twin_studies:
         (arguments,) = [word[5:] for word in words if word.startswith("ARGS=")] or [""]
         twins.parse(["out", *shlex.split(arguments)])
@@ -139,18 +141,23 @@ def test_examples_run(example, tmp_path, monkeypatch):
     exec(compile(example, "example", "exec"), {})
 
 
-def test_the_page_of_benchmarks_names_every_program():
-    named = set(re.findall(r"python -m (benchmarks|study)\.(\w+)", PAGES["benchmarks"]))
-    files = [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "study").glob("*.py")]
-    programs = {(file.parent.name, file.stem) for file in files if "if __name__ ==" in file.read_text()}
-    assert named == programs
+@pytest.mark.parametrize("folder", ["benchmarks", "study"])
+def test_the_pages_of_benchmarks_and_study_name_every_program(folder):
+    named = set(re.findall(rf"python -m {folder}\.(\w+)", PAGES[folder]))
+    files = (ROOT / folder).glob("*.py")
+    assert named == {file.stem for file in files if "if __name__ ==" in file.read_text()}
 
 
-def test_records_that_are_named_exist():
-    pages = [*DOCUMENTS, ROOT / "RESULTS.md", ROOT / "benchmarks" / "LOG.md"]
-    record = re.compile(r"(?:benchmarks|study)/results/[\w.-]+\.csv")
-    named = {name for page in pages for name in record.findall(page.read_text())}
-    assert len(named) >= 7 and all((ROOT / name).is_file() for name in named)
+def test_results_answer_ten_questions_on_one_screen():
+    lines = RECORDED[0].read_text().splitlines()
+    assert len(lines) <= 60 and sum(line.startswith("| ") for line in lines) == 1 + 10
+
+
+def test_linked_records_exist():
+    record = re.compile(r"\]\(((?:\w+/)?results/[\w.-]+\.csv)\)")
+    pages = [*DOCUMENTS, *RECORDED]
+    linked = {page.parent / name for page in pages for name in record.findall(page.read_text())}
+    assert len(linked) >= 7 and all(file.is_file() for file in linked)
 
 
 def test_commands_of_published_results_are_the_recipe_to_the_last_key():
@@ -206,7 +213,7 @@ def anchors(document):
 
 
 def test_links_lead_to_files_and_headings():
-    for document in [*DOCUMENTS, ROOT / "RESULTS.md", ROOT / "benchmarks" / "LOG.md"]:
+    for document in [*DOCUMENTS, *RECORDED]:
         for path, _, anchor in re.findall(r"\]\(([^)#]*)(#?)([^)]*)\)", document.read_text()):
             page = document.parent / path if path else document
             assert path.startswith("http") or page.exists(), path

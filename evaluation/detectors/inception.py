@@ -67,7 +67,7 @@ class InceptionDetector:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"weights={file} do not fit the network: {reason}. {EXPECTED}") from error
         self.device = torch.device(device)
-        # Measured on a CPU: 1.5 times the images per second (RESULTS.md).
+        # Measured on a CPU: 1.5 times the images per second (benchmarks/RESULTS.md).
         layout = torch.channels_last if self.device.type == "cpu" else torch.contiguous_format
         self._network = network.to(self.device, memory_format=layout)
         self._class_weights = self._network.fc.weight.double().T  # (2048, 1008)

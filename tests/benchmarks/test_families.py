@@ -1,4 +1,4 @@
-"""The families of diffusers that are timed: what is counted and what is recorded."""
+"""The timed families of diffusers: counted FLOPs and recorded rows."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The benchmark of fine-tunes: what an arm is given, and a rehearsal from training to record."""
+"""The benchmark of fine-tunes: the steps of an arm, and a rehearsal from training to record."""
 
 from importlib.util import find_spec
 
@@ -45,22 +45,22 @@ def test_the_learning_rate_of_the_lowest_loss_is_chosen(work):
         row = {"part": "search", "kind": kind, "lr": lr, finetuning.LOSS: loss}
         work.record.add(f"{kind} {lr}", [row])
     work.record.add("other", [{"part": "training", "kind": "full", "lr": 9, finetuning.LOSS: 0.0}])
-    with pytest.raises(SystemExit, match=r"a search of the learning rate failed"):
+    with pytest.raises(SystemExit, match=r"the search of a learning rate failed"):
         work.chosen_lr("full")
     for diverged, chosen in ((0.4, 0.2), (0.2, 0.1), (0.1, None)):
         row = {"part": "search", "kind": "full", "lr": diverged, finetuning.LOSS: float("inf")}
         work.record.add(f"full {diverged}", [row])
         if chosen:
             assert work.chosen_lr("full") == chosen
-    with pytest.raises(SystemExit, match=r"a search of the learning rate failed"):
+    with pytest.raises(SystemExit, match=r"the search of a learning rate failed"):
         work.chosen_lr("full")
 
 
-def test_digits_that_lie_are_set_upright(tmp_path):
+def test_rotated_digits_are_rotated_back(tmp_path):
     finetuning.write_inputs(tmp_path)
-    lying, standing = (np.load(tmp_path / name / "latents.npy") for name in ("rotated", "upright"))
-    assert not np.array_equal(lying, standing)
-    assert np.array_equal(finetuning.upright(torch.from_numpy(lying)), standing.transpose(0, 2, 3, 1))
+    rotated, upright = (np.load(tmp_path / name / "latents.npy") for name in ("rotated", "upright"))
+    assert not np.array_equal(rotated, upright)
+    assert np.array_equal(finetuning.upright(torch.from_numpy(rotated)), upright.transpose(0, 2, 3, 1))
 
 
 @pytest.mark.slow

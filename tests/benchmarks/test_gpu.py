@@ -25,7 +25,7 @@ def failing():
 
 @pytest.fixture
 def stage(monkeypatch):
-    """Make a stage of one's own settings the one that is called sample."""
+    """Replace the stage `sample` by one with the given settings."""
 
     def make(**settings):
         monkeypatch.setattr(gpu, "environment", lambda device: HERE)  # takes half a second
@@ -39,7 +39,7 @@ def stage(monkeypatch):
 def project(tmp_path):
     """A copy of the pages that have tables."""
     folder = tmp_path / "project"
-    folder.mkdir()
+    (folder / "benchmarks").mkdir(parents=True)
     for page in PAGES:
         shutil.copyfile(ROOT / page, folder / page)
     return folder
@@ -50,7 +50,7 @@ def rows_in(out):
     return [(row["setting"], row.get("ms", ""), row.get("failed", "")) for row in read_results(file)]
 
 
-def test_a_stage_records_each_setting_and_measures_again_what_failed_or_was_cut_off(tmp_path, stage):
+def test_a_stage_records_each_setting_and_repeats_failed_and_interrupted_ones(tmp_path, stage):
     def cut_off():
         raise KeyboardInterrupt
 
@@ -82,7 +82,7 @@ def test_a_record_continues_across_commits_and_not_from_a_rehearsal(tmp_path):
     assert record.done() == {"first", "second"}
     changed_code = f"{code_of(HERE)} with uncommitted changes"
     assert [row["commit"] for row in read_results(record.file)] == ["0123456789", changed_code]
-    with pytest.raises(ValueError, match=r"is of tiny .*: give another folder"):
+    with pytest.raises(ValueError, match=r"has tiny=True, not False: use another folder"):
         Record("gpu_sample", tmp_path, HERE | {"tiny": False})
 
 
@@ -93,7 +93,7 @@ def test_rows_of_an_older_record_keep_the_commit_that_it_names_once(tmp_path):
     assert [row["commit"] for row in read_results(file)] == ["abc", "0123456789"]
 
 
-def test_what_the_project_has_recorded_is_measured_again_if_asked(tmp_path, stage, monkeypatch):
+def test_settings_that_the_project_has_recorded_are_repeated_with_again(tmp_path, stage, monkeypatch):
     monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
     stage(first=failing, second=lambda: [{"ms": 4.0}])
     record = Record("gpu_sample", tmp_path / "results", HERE | {"tiny": False})
@@ -106,7 +106,7 @@ def test_what_the_project_has_recorded_is_measured_again_if_asked(tmp_path, stag
 def test_a_broken_device_ends_the_stage_after_its_row(tmp_path, stage, monkeypatch):
     monkeypatch.setattr(gpu, "clear", lambda device: False)
     stage(first=failing, second=lambda: [{"ms": 2.0}])
-    for recorded in (["first"], ["first", "second"]):  # the others come first
+    for recorded in (["first"], ["first", "second"]):  # new settings come first
         assert gpu.run_stage("sample", tmp_path, True, 60) == gpu.DEVICE_FAILED
         assert [name for name, *_ in rows_in(tmp_path)] == recorded
 
@@ -126,12 +126,12 @@ def test_checks_of_tests_are_rows():
     assert rows_of(REPORT) == [{"what": "a: loss", "failed": ""}, failed]
     others = re.sub(r'<testcase name="a">.*?</testcase>', "", REPORT, flags=re.S)
     assert rows_of(others) == [{"what": "1 passed, 1 skipped", "failed": ""}]
-    assert rows_of(others.replace('<testcase name="b"/>', ""))[0]["failed"] == "no test has passed"
+    assert rows_of(others.replace('<testcase name="b"/>', ""))[0]["failed"] == "no test passed"
 
 
-def test_a_stage_that_does_not_end_is_cut_off(tmp_path, monkeypatch):
+def test_a_stage_that_does_not_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE_SEC", 0)
-    assert "cut off" in gpu.run_apart("sample", tmp_path, 0.5, "--tiny")
+    assert "killed within a row" in gpu.run_apart("sample", tmp_path, 0.5, "--tiny")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -141,18 +141,18 @@ def test_tables_on_pages_are_what_the_records_give(page):
     assert filled(text, RESULTS, COLUMNS) == text
 
 
-@pytest.mark.parametrize(("tiny", "message"), [(False, "is of a rehearsal"), (True, "is not of a rehearsal")])
+@pytest.mark.parametrize(("tiny", "message"), [(False, "is a rehearsal"), (True, "is not a rehearsal")])
 def test_a_rehearsal_is_not_taken_for_a_measurement(tmp_path, project, tiny, message):
     Record("gpu_sample", tmp_path, HERE | {"tiny": not tiny}).add("a", [{}])
     with pytest.raises(ValueError, match=message):
         collect(tmp_path, COLUMNS, project, tiny)
-    assert not (project / "benchmarks").exists()
+    assert not (project / "benchmarks" / "results").exists()
     with pytest.raises(ValueError, match="has no record"):
         collect(project, COLUMNS, project, tiny)
 
 
 def test_records_are_merged_setting_by_setting(tmp_path, project, monkeypatch):
-    """A row without a commit gets the one of the same code; a failure replaces no result."""
+    """A row without a commit gets the commit of the same code. A failure does not replace a result."""
     monkeypatch.setattr("benchmarks.collect.environment", lambda device: HERE | COMMIT)
     results = project / "benchmarks" / "results"
     for folder, commit, failing in ((results, "fedcba9876", "b"), (tmp_path, code_of(HERE), "a")):
@@ -166,7 +166,7 @@ def test_records_are_merged_setting_by_setting(tmp_path, project, monkeypatch):
     file, old, new = results / record.file.name, "fedcba9876", "0123456789"
     rows = [(row["setting"], row["commit"], row["failed"]) for row in read_results(file)]
     assert rows == [("a", old, ""), ("c", old, ""), ("b", new, ""), ("d", new, "it")]
-    assert "at commit fedcba9, 0123456 (a rehearsal)" in (project / "RESULTS.md").read_text()
+    assert "at commit fedcba9, 0123456 (a rehearsal)" in (project / "benchmarks/RESULTS.md").read_text()
 
 
 @pytest.mark.slow

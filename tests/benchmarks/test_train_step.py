@@ -1,4 +1,4 @@
-"""The plain step is the same step, its comparison sees a difference, and a record names its origin."""
+"""The plain step computes the same step, the comparison detects differences, records name their origin."""
 
 import re
 
@@ -21,7 +21,7 @@ FP32 = ("train.mixed_precision=no", "train.compile=false", "train.num_workers=0"
 
 @pytest.fixture
 def trainer_of(tmp_path):
-    """Build the trainer of the dense or the routed run of a small setting, as the benchmark does."""
+    """Build the trainer of a small dense or routed run as the benchmark does."""
 
     def build(kind, *overrides, input_size=8, mask_coverage=None):
         setting = runs.Setting("test", (*SMALL, *FP32, *overrides), input_size, mask_coverage)
@@ -62,12 +62,12 @@ def another_weight(step):
     step.net.blocks[3].attn.proj.bias += 1
 
 
-def test_the_comparison_sees_another_step(trainer_of):
+def test_the_comparison_detects_a_different_step(trainer_of):
     trainer, _ = trainer_of("routed")
     for spoil in (longer_window, fewer_tokens, another_weight):
         trainer.net.zero_grad()
-        found = errors(trainer, spoil)
-        assert all(a > b for a, b in zip(found, train_step.TOLERANCES["no"], strict=True)), spoil
+        differences = errors(trainer, spoil)
+        assert all(a > b for a, b in zip(differences, train_step.TOLERANCES["no"], strict=True)), spoil
 
 
 def test_the_plain_step_learns(trainer_of):
@@ -81,14 +81,14 @@ def test_the_plain_step_learns(trainer_of):
 
 
 def test_utilisation_is_of_the_model_flops_at_the_median_time(trainer_of):
-    """FLOPs without what checkpointing computes twice."""
+    """FLOPs exclude what checkpointing recomputes."""
     trainer, row = trainer_of("routed")
     assert row["model_tflop"] == pytest.approx(4 * cost_of(trainer.net).routed_training_flops / 1e12)
     _, twice = trainer_of("routed", "model.gradient_checkpointing=true")
     assert twice["gradient_checkpointing"] and twice["model_tflop"] == row["model_tflop"]
-    found = train_step.timing([0.2, 0.1, 0.5], row | {"model_tflop": 3.0}, {"no": (60e12, "specified")})
-    wanted = {"ms": 200, "ms_least": 100, "ms_most": 500, "n": 3, "images_per_sec": 20, "utilisation": 0.25}
-    assert {key: found[key] for key in wanted} == pytest.approx(wanted)
+    columns = train_step.timing([0.2, 0.1, 0.5], row | {"model_tflop": 3.0}, {"no": (60e12, "specified")})
+    expected = {"ms": 200, "ms_least": 100, "ms_most": 500, "n": 3, "images_per_sec": 20, "utilisation": 0.25}
+    assert {key: columns[key] for key in expected} == pytest.approx(expected)
 
 
 def test_the_dense_twin_differs_in_its_routes_alone(trainer_of):
@@ -125,14 +125,13 @@ def test_standard_settings_are_valid(tmp_path, device):
             assert bool(experiment.routes) == (kind == "routed")
 
 
-def test_a_record_tells_where_it_comes_from(tmp_path):
+def test_a_record_names_its_origin(tmp_path):
     rows = [{"what": "a", "median": 2.0, "n": 3}, {"what": "b, c", "median": 1 / 3, "more": True}]
     (record := Record("test", tmp_path, environment(CPU))).add("all", rows)
     file = record.file
     assert re.fullmatch(rf"test_[\w-]+_torch-{re.escape(torch.__version__.split('+')[0])}\.csv", file.name)
     head = {line.split(": ")[0] for line in file.read_text().splitlines() if line.startswith("# ")}
-    told = ("date", "command", "versions", "processor")
-    assert {f"# {key}" for key in told} <= head
+    assert {f"# {key}" for key in ("date", "command", "versions", "processor")} <= head
     first, second = read_results(file)
     assert first["commit"] == second["commit"] == record.commit
     assert (first["what"], first["median"], first["more"], first["n"]) == ("a", "2", "", "3")
@@ -140,8 +139,8 @@ def test_a_record_tells_where_it_comes_from(tmp_path):
 
 
 @pytest.mark.slow
-def test_images_are_timed_as_sample_py_draws_them():
-    rows = sampling.as_sampled(sampling.TINY, CPU, repeats=1, turn_sec=0)
+def test_images_are_timed_as_sample_py_samples_them():
+    rows = sampling.measure(sampling.TINY, CPU, repeats=1, turn_sec=0)
     assert [row["evaluation"] for row in rows] == list(sampling.WAYS)
     for row in rows:
         assert row["images_per_sec"] == pytest.approx(row["batch_size"] / (79 * row["ms"] / 1000))

@@ -2,7 +2,7 @@
 
     python -m tests.faults.soak --kills 100
 
-RESULTS.md shows the table that it prints.
+benchmarks/RESULTS.md shows the table that it prints.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Published rows: what their headers say, and which scores are shown as theirs."""
+"""Published rows: reading them from headers, and matching records of scores."""
 
 import json
 from copy import deepcopy
@@ -33,9 +33,9 @@ def scored(tmp_path_factory):
     np.savez(folder / "VIRTUAL_imagenet256_labeled.npz", images)
     paths = (f"data.path={folder}/latents", f"output_dir={folder}/run")
     start("train.py", f"experiment={EXPERIMENT}", *paths, *SMALL, folder=folder)
-    asked = ("reference=VIRTUAL_imagenet256_labeled.npz", "weights=weights.pth", "precision_recall=false")
-    asked += ("allow_unpublished_weights=true", "num_samples=5", f"run={folder}/run")
-    start("fid.py", *asked, folder=folder)
+    keys = ("reference=VIRTUAL_imagenet256_labeled.npz", "weights=weights.pth", "precision_recall=false")
+    keys += ("allow_unpublished_weights=true", "num_samples=5", f"run={folder}/run")
+    start("fid.py", *keys, folder=folder)
     (record,) = read_records(folder / "run")
     return folder, record
 
@@ -53,7 +53,7 @@ def changed(record, key, value):
 
 @pytest.fixture(scope="module")
 def record(scored):
-    """That record, as if the published network had given its features."""
+    """The record, as if its features came from the published network."""
     return changed(scored[1], "protocol.detector.checked", "sha256")
 
 
@@ -92,7 +92,7 @@ def test_a_score_is_shown_if_only_seeds_and_paths_differ(record):
 
 
 @pytest.mark.slow
-def test_a_value_that_is_not_published_is_any_but_that_of_the_experiment(record):
+def test_an_unpublished_value_is_any_except_the_default_of_the_experiment(record):
     assert not fits(record, GUIDED), "it is not guided"
     guided = changed(record, "samples.drawn.guidance.guidance_scale", 1.25)
     assert fits(guided, GUIDED)
@@ -110,13 +110,13 @@ def test_a_finetune_must_start_from_a_run_of_its_row(scored, record):
 
 @pytest.mark.slow
 def test_random_weights_and_runs_that_are_gone_are_not_shown(scored, capsys):
-    folder, found = scored
-    assert not fits(found, ROW), "an Inception network of random weights"
+    folder, unpublished = scored
+    assert not fits(unpublished, ROW), "an Inception network with random weights"
     (folder / "gone").mkdir()
-    text = json.dumps({key: value for key, value in found.items() if key != "config"})
+    text = json.dumps({key: value for key, value in unpublished.items() if key != "config"})
     (folder / "gone" / "scores.json").write_text(text.replace(f"{folder}/run", f"{folder}/nowhere"))
     assert list(read_records(folder / "gone")) == []
-    assert "scores.json is left out: run=" in capsys.readouterr().err
+    assert "scores.json is skipped: run=" in capsys.readouterr().err
 
 
 def test_headers_are_rows():
@@ -125,33 +125,33 @@ def test_headers_are_rows():
     assert guided.keys[1:] == ("guidance.guidance_scale=UNKNOWN", "guidance.guidance_interval=UNKNOWN")
     assert guided.unknown == {"guidance.guidance_scale", "guidance.guidance_interval"}
     assert guided.values["fid50k"] == "1.69" and guided.starts_from == "imagenet256_tread_xl_2_680ep"
-    assert rows["imagenet256_dit_l_2_400k"].values == {"fid50k": "23.33"}, "what is in brackets is a remark"
+    assert rows["imagenet256_dit_l_2_400k"].values == {"fid50k": "23.33"}, "text in brackets is a remark"
     assert "imagenet256_sprint_xl_2_stage2" not in rows, "nothing of its length is published"
 
 
-def test_a_printed_dense_score_is_a_row_of_its_own_loss_and_sampler():
+def test_a_published_dense_score_has_the_loss_and_sampler_of_its_paper():
     rows = {(row.experiment, "fid50k" in row.values): row for row in read_rows()}
     for size in ("b_2", "xl_2"):
         dit, sit = (rows[f"imagenet256_{model}_{size}_400k", True] for model in ("dit", "sit"))
         assert dit.config["diffusion"]["loss"] == {"_target_": "diffusion.DDPMLoss"}
-        assert dit.own["diffusion"]["loss"]["_target_"] == "diffusion.EDMLoss"
+        assert dit.experiment_config["diffusion"]["loss"]["_target_"] == "diffusion.EDMLoss"
         samplers = [
             (row.config["sampler"]["_target_"], row.config["sampler"]["num_steps"]) for row in (dit, sit)
         ]
         assert samplers == [("diffusion.ddpm_sampler", 250), ("diffusion.sde_sampler", 250)]
-        distributions = [row["diffusion"]["loss"]["distribution"] for row in (sit.config, sit.own)]
-        assert distributions == ["uniform", "logit_normal"]
+        configs = (sit.config, sit.experiment_config)
+        assert [row["diffusion"]["loss"]["distribution"] for row in configs] == ["uniform", "logit_normal"]
 
 
 def lines_of(text):
-    """Return what a table says of each row, without what was measured."""
+    """Return the cells of each row of a table, without the measured ones."""
     return [line.split("|")[1:5] for line in text.splitlines() if line.startswith("| `imagenet")]
 
 
 @pytest.mark.parametrize(
     "row", [row for row in read_rows() if "guidance.guidance_scale" in " ".join(row.keys)]
 )
-def test_guided_rows_compose_and_what_is_unknown_is_a_key_of_their_guidance(row):
+def test_guided_rows_compose_and_unknown_keys_belong_to_their_guidance(row):
     guidance = row.config["guidance"]
     assert {key.removeprefix("guidance.") for key in row.unknown} <= guidance.keys()
     assert guidance != published.expected(row.experiment).written["guidance"]
