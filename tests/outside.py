@@ -316,13 +316,13 @@ WEIGHTS = {
 WEIGHTS_DAMAGE = {
     "a pickle": (partial(written, data=PICKLE), "."),
     "objects": (lambda name: saved({"fc.weight": Malicious()}, name), "."),
-    "compression": (repacked, "is compressed, must be as torch.save writes it"),
+    "compression": (repacked, "is compressed, must be stored, as torch.save does"),
     "two directories": (two_directories, "does not end as files that torch.save writes"),
     "a comment": (
         lambda name: repacked(name, zipfile.ZIP_STORED, tail=b"PK"),
         "does not end as files that torch.save writes",
     ),
-    "members that overlap": (overlapping, "declares .* bytes, more than the .* that are there"),
+    "members that overlap": (overlapping, "declares .* bytes, but has "),
     "one number for many": (
         lambda name: saved({"fc.weight": torch.zeros(1).expand(HUGE)}, name),
         "weights do not match the model|declares .* bytes, more than the file holds",
@@ -357,7 +357,7 @@ OTHERS = [
     ("reference: numbers", read_reference,
      lambda: npz(mu=declared((2048,), "|V2000000000"), sigma=ZEROS), "must be floats"),
     ("samples: an archive", read_images, lambda: inflated("a.npz", "arr_0.npy", declared((HUGE, 1, 1, 1))),
-     "declares .* bytes, more than the .* that are there can be"),
+     "declares .* bytes, more than its .* compressed bytes can hold"),
     ("samples: a size", read_images,
      lambda: npz(arr_0=declared((1, 10**6, 10**6, 3))), "an image has at most .* pixels"),
     ("manifest: count", read_latents, lambda: latents_of(count=HUGE), "."),

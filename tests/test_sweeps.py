@@ -59,7 +59,7 @@ def test_a_job_that_fails_stops_no_other_and_changes_none(tmp_path):
     assert heading == "error: 1 of the jobs failed:"
     assert job.startswith("  optimizer.lr=-1")
     assert job.endswith(": optimizer: Invalid learning rate: -1.0")
-    assert again.startswith("The same command runs them again, and passes over what is finished: python ")
+    assert again.startswith("The same command runs these jobs again and skips the finished ones: python ")
     assert again.endswith(" ".join(JOBS))
     (folder,) = (tmp_path / "runs").glob("*/")
     assert "lr-0.0003" in folder.name

@@ -43,12 +43,12 @@ def test_what_accelerate_sets_by_itself_is_not_refused(monkeypatch, options):
 @pytest.mark.parametrize(
     ("variables", "refused"),
     [
-        (FSDP, "ACCELERATE_USE_FSDP=true: weights are not sharded"),
+        (FSDP, "ACCELERATE_USE_FSDP=true: sharded weights are not"),
         (("--dynamo_backend=inductor",), "ACCELERATE_DYNAMO_BACKEND=INDUCTOR: train.compile decides"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "_STEPS=4: train.micro_batch_size decides"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED=true: DeepSpeed is not supported"),
         ({"ACCELERATE_USE_MEGATRON_LM": "True"}, "ACCELERATE_USE_MEGATRON_LM=True: Megatron-LM is not"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "ACCELERATE_USE_PARALLELISM_CONFIG=true: every"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "ACCELERATE_USE_PARALLELISM_CONFIG=true: model"),
     ],
 )
 def test_what_a_launcher_asks_for_and_no_training_does_is_refused(monkeypatch, variables, refused):
@@ -61,13 +61,13 @@ def test_what_a_launcher_asks_for_and_no_training_does_is_refused(monkeypatch, v
 @pytest.mark.parametrize(
     ("program", "variables", "line"),
     [
-        ("-m examples.finetune", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: weights are"),
+        ("-m examples.finetune", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: sharded"),
         (
             "-m examples.finetune",
             {"ACCELERATE_MIXED_PRECISION": "bf16"},
             "mixed_precision=no, but the launcher",
         ),
-        ("train.py", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: weights are not sharded"),
+        ("train.py", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: sharded weights are not"),
     ],
 )
 def test_a_program_refuses_what_the_environment_asks_for_before_any_work(tmp_path, program, variables, line):

@@ -31,7 +31,7 @@ def test_one_that_waits_says_so_and_gets_it(tmp_path, capsys):
     threading.Timer(0.3, first.release).start()
     second = Lock(tmp_path / ".lock", "out=x", wait_sec=math.inf).acquire()
     assert second.is_in_place() and not first.is_in_place()
-    assert re.fullmatch("out=x is in use by process .*; waiting for its end\n", capsys.readouterr().out)
+    assert re.fullmatch("out=x is in use by process .*; waiting for it to end\n", capsys.readouterr().out)
     second.release()
 
 
@@ -125,4 +125,4 @@ def test_a_file_system_with_changing_inodes_gives_a_warning(tmp_path, monkeypatc
     monkeypatch.setattr(os.path, "samestat", lambda one, other: False)
     assert Lock(tmp_path / ".lock", "x").acquire().is_in_place()
     told = capsys.readouterr().out
-    assert told.count("\n") == 1 and "cannot be locked (an open file is not known by its name)" in told
+    assert told.count("\n") == 1 and "cannot be locked (an open file and its path do not match)" in told
