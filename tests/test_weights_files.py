@@ -234,7 +234,9 @@ def test_latents_of_another_autoencoder_have_to_be_described(tmp_path):
     state["final_layer.linear.weight"] = torch.zeros(6 * PATCH**2, WIDTH)
     state["final_layer.linear.bias"] = torch.zeros(6 * PATCH**2)
     torch.save({"ema": state}, tmp_path / "six.pt")
-    with pytest.raises(ValueError, match=r"latents of 6 channels, not those of .*: give latents=FOLDER"):
+    with pytest.raises(
+        ValueError, match=r"latents of 6 channels, which .* does not make: give latents=FOLDER"
+    ):
         open_weights_file(tmp_path / "six.pt", "sit")
     scale = tuple(0.1 * (i + 1) for i in range(6))
     manifest = LatentManifest(2, (6, SIDE, SIDE), "float32", "samples", CLASSES, "OWNER/NAME", scale=scale)
@@ -253,7 +255,7 @@ def test_files_of_this_project_say_what_they_are(tmp_path):
         open_weights_file(tmp_path / "cut.safetensors")
     (step := tmp_path / "r/checkpoints/step_00000004").mkdir(parents=True)
     save_file(net, step / "ema.safetensors")
-    with pytest.raises(ValueError, match=f"is of a run: give run={tmp_path}/r checkpoint=step_00000004"):
+    with pytest.raises(ValueError, match=f"belongs to a run: give run={tmp_path}/r checkpoint=step_00000004"):
         open_weights_file(step / "ema.safetensors", "edm")
 
 

@@ -54,7 +54,7 @@ def test_no_more_processes_read_ahead_than_there_are_cores():
 
 def test_the_launcher_may_not_contradict_the_precision(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ValueError, match="mixed_precision=no gives no here, but the launcher asks for fp16"):
+    with pytest.raises(ValueError, match="mixed_precision=no gives no here, but the launcher sets fp16"):
         resolved("train.mixed_precision=no")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's default
     assert resolved("train.mixed_precision=bf16")

@@ -44,8 +44,8 @@ def test_the_banner_says_what_will_happen(tmp_path, capsys):
     options = ("data.num_held_out=24", "train.total_steps=2", "train.save_every=1")
     tiny_run(tmp_path / "run", *options, "model.hidden_size=256", "train.keep_last=2")
     banner = capsys.readouterr().out
-    assert "data       1000 entries are trained on, 24 held out, 10 classes\n" in banner
-    assert "length     2 steps, 0.016 epochs, checkpoint every 1: about " in banner
+    assert "data       1000 training entries, 24 held out, 10 classes\n" in banner
+    assert "length     2 steps, 0.016 epochs, a checkpoint every 1 steps: about " in banner
     assert "warning" not in banner
     folder = latest_checkpoint(tmp_path / "run").parent
     found = sum(file.stat().st_size for file in folder.rglob("*.safetensors")) / GIB

@@ -104,5 +104,5 @@ def test_a_run_keeps_its_recipe_on_another_machine(tmp_path, monkeypatch):
 
 
 def test_other_data_have_no_size_of_their_own():
-    with pytest.raises(InterpolationResolutionError, match="optimizer=adamw_latents need latents, as those"):
+    with pytest.raises(InterpolationResolutionError, match="optimizer=adamw_latents need data=latents"):
         validated("model/size=auto", "data=digits")
