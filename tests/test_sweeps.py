@@ -44,7 +44,7 @@ extras = pytest.mark.skipif(
 
 
 def assert_same_as_alone(folder, alone, *overrides):
-    """A run's weights and metrics are those of the same run outside a sweep."""
+    """A run has the same weights and metrics as the same run outside a sweep."""
     tiny_run(alone, *overrides)
     assert metrics(folder) == metrics(alone)
     ours, theirs = (load_file(latest_checkpoint(run) / "net.safetensors") for run in (folder, alone))
@@ -236,7 +236,7 @@ def test_who_started_the_run_is_asked_to_start_it_again():
 
 
 def sweep(folder, *arguments):
-    """Start a sweep in a process of its own: launchers import its main module again."""
+    """Start a sweep in a new process: launchers import its main module again."""
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with (folder / "output").open("a") as output:
@@ -323,6 +323,6 @@ def test_a_search_continues_where_it_was_and_survives_trials_that_fail(tmp_path)
     assert status == 1
     assert output.count("is finished: raise train.total_steps") == len(tried[0])
     best = yaml.safe_load((tmp_path / "runs/optimization_results.yaml").read_text())
-    found = {name: metrics(tmp_path / "runs" / name)[-1]["val_loss_dense_ema"] for name in tried[1]}
-    assert best["best_value"] == min(found.values())
-    assert f"lr-{best['best_params']['optimizer.lr']}" in min(found, key=found.get)
+    losses = {name: metrics(tmp_path / "runs" / name)[-1]["val_loss_dense_ema"] for name in tried[1]}
+    assert best["best_value"] == min(losses.values())
+    assert f"lr-{best['best_params']['optimizer.lr']}" in min(losses, key=losses.get)

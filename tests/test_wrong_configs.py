@@ -1,4 +1,4 @@
-"""Every key of every program given a wrong value, every rule across keys broken: one line each, and no device is touched."""
+"""Wrong values of every key and broken rules across keys: each gives one line, and no device is touched."""
 
 import hashlib
 import io
@@ -44,14 +44,14 @@ ENCODE, CONVERT = "source=file out=new", "format=repa source=file out=new"
 # Shapes of what a small FLUX is fine-tuned on.
 INPUTS = {"latents": (80, 16, 8, 8), "text": (80, 5, 48), "pooled": (80, 24), "masks": (80, 8, 8)}
 
-# What makes a request complete, of a program or of an option of a group.
+# Overrides that complete the request of a program or of an option of a group.
 COMPLETE = {
     "train": "", "sample": "run=r", "fid": FILES, "encode": ENCODE, "convert": CONVERT,
     "finetune": FINETUNE, "data=imagenet256": IMAGENET, "evaluation=adm": ADM,
     "guidance=auto": "guidance=auto guidance.weak_run=r",
 }  # fmt: skip
-# (programs, the rule that a line must tell, values of single keys that break it). A key without a value here
-# or in KEYS has no rule but its type.
+# (programs, the rule in the message, values of single keys that break it). Keys without a value here or in KEYS
+# are only checked for their type.
 VALUES = [
     ("train", POSITIVE, "model.input_size=0 model.in_channels=0 model.depth=0 model.num_heads=0 model.mlp_ratio=0"),
     ("train", POSITIVE, "data.num_entries=0 data.num_components=0 data.num_images=0"),
@@ -131,7 +131,7 @@ VALUES = [
     ("finetune", "is not a SimpleTuner configuration: ", "tread_config=nowhere"),
     ("finetune", "must be less than the 80 rows of flux", "num_held_out=80"),
 ]  # fmt: skip
-# The same where other keys have to be set first: (program, overrides, of which the last is wrong, the rule).
+# The same with other keys set first: (program, overrides, the last of which is wrong, rule).
 KEYS = [
     ("train", f"{SYNTHETIC} data.num_held_out=1024", "must be in [0, 1023]"),
     ("train", f"{SYNTHETIC} data.num_entries=2000000", "must give at most 268435456 numbers"),
@@ -150,7 +150,7 @@ KEYS = [
     ("finetune", f"{FINETUNE} {ONE_ROUTE} router=nearest", "must be one of random, norm"),
     ("finetune", f"{FINETUNE} {ONE_ROUTE} off_last_steps=1001", "must be in [0, total_steps=1000]"),
 ]  # fmt: skip
-# (program, what a misspelt key is taken for, misspelt keys).
+# (program, suggested key, misspelt keys).
 SUGGESTIONS = [
     ("train", "train.total_steps", "train.total_stepz=3"),
     ("train", "model", "modle=dit"),
@@ -164,7 +164,7 @@ SUGGESTIONS = [
     ("sample", "num_samples", "num_sampels=3"),
 ]  # fmt: skip
 
-# (program, overrides, how the line begins): rules across keys, and what is not a value at all.
+# (program, overrides, beginning of the line): rules across keys, and overrides that are not values.
 RULES = [
     ("train", "optimizer.lr=-1", "optimizer: Invalid learning rate: -1"),
     ("train", "optimizer.betas=[0.9]", "optimizer: "),
@@ -255,14 +255,14 @@ RULES = [
     ("sample", "run=older", "older/config.yaml: seed is missing: another version of this code wrote it"),
 ]  # fmt: skip
 
-# Groups whose options bring keys of their own.
+# Groups whose options have different keys.
 GROUPS = ["data", "evaluation", "tracker", "model/router", "model/rejoin", "diffusion", "sampler", "guidance"]
 GROUPS += ["optimizer", "ema"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """Go where there are some files, and runs with nothing in them but what tells what they are."""
+    """Change to a folder with some files, and runs that only have a configuration and empty checkpoints."""
     folder = tmp_path_factory.mktemp("wrong")
     runs = {"r": [], "empty": [], "unconditional": [SYNTHETIC, "data.num_classes=0"]}
     for name, overrides in runs.items():
@@ -289,43 +289,43 @@ def folder(tmp_path_factory):
     (folder / "without/pooled.npy").unlink()
     (folder / "damaged/latents.npy").write_bytes(b"not an array")
     np.save(folder / "unequal/text.npy", np.zeros((79, 5, 12)))
-    (own := folder / "own/checkpoints/step_00000004").mkdir(parents=True)
-    for file in (folder / "file", own / "ema.safetensors", own / "SHA256SUMS"):
+    (kept := folder / "own/checkpoints/step_00000004").mkdir(parents=True)
+    for file in (folder / "file", kept / "ema.safetensors", kept / "SHA256SUMS"):
         file.touch()
     with chdir(folder):
         yield folder
 
 
 def refusal(program, overrides):
-    """What a program prints that is started with overrides and refuses them."""
+    """Start a program with overrides that it refuses, and return what it prints."""
     arguments = overrides.split()
     name, schemas = "config" if program == "train" else program, ConfigStore.instance().repo
     others = [key for key in schemas if key.endswith("_schema.yaml") and not key.startswith(program)]
-    own = {key: node for key, node in schemas.items() if key not in others}
+    kept = {key: node for key, node in schemas.items() if key not in others}
     with (
-        mock.patch.dict(schemas, own, clear=True),  # as in a process of this program
+        mock.patch.dict(schemas, kept, clear=True),  # as in a process of this program
         mock.patch.dict(os.environ),
         mock.patch("sys.argv", [program, *arguments]),
         mock.patch("runtime.machine.PartialState", side_effect=AssertionError("a device is touched")),
-        redirect_stderr(io.StringIO()) as said,
+        redirect_stderr(io.StringIO()) as output,
         pytest.raises(SystemExit) as end,
     ):
         main = PROGRAMS[program].main
         run_main(wraps(main)(lambda: main(composed(*arguments, config_name=name))))
     assert end.value.code == 1
-    return said.getvalue()
+    return output.getvalue()
 
 
 def line_of(program, overrides):
-    said = refusal(program, overrides)
-    assert said.startswith("error: ")
-    assert said.index("\n") == len(said) - 1
-    return said.removeprefix("error: ").rstrip("\n")
+    output = refusal(program, overrides)
+    assert output.startswith("error: ")
+    assert output.index("\n") == len(output) - 1
+    return output.removeprefix("error: ").rstrip("\n")
 
 
 @cache
 def keys_of(program):
-    """Every key of a program, and the options that bring it, with what they need."""
+    """Map every key of a program to the options that have it, with the overrides they need."""
     choices, name = [program], program
     if program == "train":
         files = [file for group in GROUPS for file in sorted((CONFIGS / group).glob("*.yaml"))]
@@ -400,15 +400,15 @@ def test_a_broken_rule_is_reported_in_one_line(program, overrides, expected):
 
 
 def test_nothing_is_printed_but_the_line(caplog, capsys):
-    """Hydra logs what it cannot import, in lines of its own."""
-    said = refusal("train", "sampler._target_=diffusion.nothing")
-    assert said.count("\n") == 1
+    """Hydra logs failed imports in separate lines."""
+    output = refusal("train", "sampler._target_=diffusion.nothing")
+    assert output.count("\n") == 1
     assert caplog.records == []
     assert capsys.readouterr() == ("", "")
 
 
 def test_right_values_are_not_refused():
-    """A rule that refuses everything would pass all of the above."""
+    """A rule that refuses everything would pass the tests above."""
     of_sampler = ("sampler.S_max=inf", "sampler.S_churn=40")
     validated(*of_sampler, "optimizer.eps=0", "optimizer.weight_decay=0.1", "ema.decay=0")
     validated("data=synthetic", "data.num_held_out=0", "data.seed=3", "tracker=wandb", "tracker.mode=online")
