@@ -79,7 +79,7 @@ def check_init_shapes(experiment: Experiment) -> None:
     train, num_classes, init_from = experiment.train, experiment.num_classes, str(experiment.train.init_from)
     own_heads = experiment.model_node.arguments.get("num_heads")
     source, with_labels = f"train.init_from={init_from}", train.init_from_label_table
-    without = "set train.init_from_label_table=false to load all weights except the table of labels"
+    without = "train.init_from_label_table=false, which loads all weights except the table of labels"
     try:
         weights = read_weights(init_from, shapes_only=True)
         mismatch = find_mismatch(experiment.meta_net, weights, with_labels)

@@ -66,9 +66,8 @@ def explanation(error: BaseException) -> str:
     if unknown := re.match(r".*Could not find '(.+)/(.+)' Available options in '.*': (.*)", text):
         group, option, options = unknown[1], unknown[2], unknown[3].split()
         hint = did_you_mean(option, options)
-        return f"{group}={option}" + (
-            f" is not known{hint}" if hint else f" must be one of {', '.join(options)}"
-        )
+        rule = f"is not known{hint}" if hint else f"must be one of {', '.join(options)}"
+        return f"{group}={option} {rule}"
     text = re.sub(r"^Error merging override (.*?): ", r"\1: ", text)
     for pattern, words in CLEARER:
         text = re.sub(pattern, words, text)

@@ -116,7 +116,9 @@ def test_commands_compose_and_validate(command, monkeypatch):
 
 
 def test_make_targets_exist_and_take_their_arguments():
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^(\w+):", makefile, flags=re.M)
+    assert targets == re.findall(r"^(\w+):.* ## ", makefile, flags=re.M), "make help explains each target"
     given = [shlex.split(command, comments=True)[1:] for command in COMMANDS if command.startswith("make ")]
     assert {target for target, *_ in given} <= set(targets)
     twin_studies = [words for target, *words in given if target == "twins"]
