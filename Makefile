@@ -1,21 +1,24 @@
-# make demo | make test | make slow | make finetune | make sweeps | make browser | make twins | make soak | make gpu
-# make lint | make clean
+# `make help` lists the targets. ARGS are options of the program: `make demo ARGS="train.total_steps=200"` passes them
+# to train.py.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 DEMO := runs/tread_tiny_digits_seed0
 TWINS ?= runs/twins
-JOBS ?= 2  # tests that run at once
+JOBS ?= 2  # parallel tests
 
-.PHONY: demo setup test slow finetune sweeps browser twins soak gpu lint clean
+.PHONY: demo help setup test slow finetune sweeps browser twins soak gpu lint clean
 
-demo: setup ## digits from nothing: train, sample, score
-	$(BIN)/python train.py model=tread
+demo: setup ## train on digits, draw samples and score them; ARGS="train.total_steps=200" for train.py
+	$(BIN)/python train.py model=tread run_name=$(notdir $(DEMO)) $(ARGS)
 	$(BIN)/python sample.py run=$(DEMO) num_samples=500 out=$(DEMO)/samples/demo.npz overwrite=true
 	$(BIN)/python fid.py suite=digits samples=$(DEMO)/samples/demo.npz reference=latents/digits overwrite=true
 	@echo "The picture is $(DEMO)/samples/demo.png, the scores are $(DEMO)/samples/demo.scores.json, the run is $(DEMO)."
 
-setup: $(VENV)/.complete
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-9s %s\n", $$1, $$2}' Makefile
+
+setup: $(VENV)/.complete ## install the requirements into .venv
 
 $(VENV)/.complete: requirements.txt
 	@$(PYTHON) -c "import sys; sys.exit('Python 3.11 or newer is needed, this is %s; set PYTHON=python3.x' % sys.version.split()[0] if sys.version_info < (3, 11) else 0)"
@@ -24,7 +27,7 @@ $(VENV)/.complete: requirements.txt
 	$(BIN)/python -m pip install --progress-bar on -r requirements.txt
 	@touch $@
 
-# Tests that run at once must not share cores: a thread that waits for a busy core makes all others wait.
+# One thread per parallel test: a thread that waits for a busy core delays all others.
 test slow sweeps: export OMP_NUM_THREADS = 1
 test slow sweeps: export LOKY_MAX_CPU_COUNT = 1
 
@@ -34,34 +37,34 @@ test: setup ## the tests that take seconds
 slow: setup ## the tests that take longer
 	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
 
-finetune: setup ## what fine-tuning with adapters needs beside, and its tests
+finetune: setup ## install the requirements of fine-tuning, and run its tests
 	$(BIN)/python -m pip install --progress-bar on -r requirements-finetune.txt
 	$(BIN)/python -m pytest tests/routing/test_finetuning.py tests/test_finetune.py tests/benchmarks/test_finetuning.py $(PYTEST_ARGS)
 
-sweeps: setup ## what launchers and the sweeper of sweeps need beside, and their tests
+sweeps: setup ## install the requirements of launchers and sweepers, and run their tests
 	$(BIN)/python -m pip install --progress-bar on -r requirements-sweeps.txt
 	$(BIN)/python -m pytest tests/test_sweeps.py $(PYTEST_ARGS)
 
-browser: setup ## test the report page in headless Chromium; installs one where it is missing and apt can
+browser: setup ## test the report page in headless Chromium, which is installed with apt if it is missing
 	$(BIN)/python -m pip install --progress-bar on -r requirements-browser.txt
 	command -v chromium || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || echo "no chromium: install it"
 	$(BIN)/python -m pytest tests/reports/test_browser.py $(PYTEST_ARGS)
 
-twins: setup ## the twin study and its page, a day or two of two cores: the same command goes on; ARGS="digits --arms dense routed"
+twins: setup ## run or resume the twin study and write its page (one or two days on two cores); ARGS="digits --arms dense routed"
 	$(BIN)/python -m study.twins $(TWINS) $(ARGS)
 	$(BIN)/python -m study.claims $(TWINS)
 
-soak: setup ## kill runs at random moments, 100 times each way (an hour), and count what was lost
+soak: setup ## kill each program 100 times at random moments and check that it resumes (an hour)
 	$(BIN)/python -m tests.faults.soak $(SOAK_ARGS)
 
-gpu: setup ## all that only a GPU can tell, into OUT (an estimated hour on an H200); ARGS=--tiny rehearses it on a CPU
+gpu: setup ## run checks and benchmarks on a GPU, results in OUT (about an hour on an H200); ARGS=--tiny: on a CPU
 	$(BIN)/python -m benchmarks.gpu $(OUT) $(ARGS)
 
-lint: setup
+lint: setup ## run ruff and basedpyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
-clean: ## remove what tests and tools leave behind; runs, latents and the environment stay
+clean: ## remove caches; runs, latents and the environment stay
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +

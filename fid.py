@@ -1,10 +1,10 @@
-"""Score images by a suite of metrics: that of ADM (FID, sFID, inception score, precision and recall), of
-digits, of glyphs, or your own; or make a reference to score against. A JSON record tells what was scored.
+"""Score images with a suite of metrics: ADM (FID, sFID, inception score, precision and recall), digits,
+glyphs or your own; or make a reference. The scores are saved in JSON with a record of the samples.
 
     python fid.py samples=FILE.npz reference=REFERENCE.npz
     python fid.py run=runs/NAME num_samples=50000 reference=REFERENCE.npz
     python fid.py mode=reference images=FOLDER resolution=256 out=REFERENCE.npz
-    python fid.py suite=digits samples=FILE.npz reference=latents/digits      or glyphs
+    python fid.py suite=digits samples=FILE.npz reference=latents/digits
 """
 
 import json
@@ -41,7 +41,7 @@ configuration.register("fid", ScoreConfig)
 @hydra.main(version_base="1.3", config_path="configs", config_name="fid")
 @as_job
 def main(cfg: DictConfig) -> None:
-    """Check the request, and score or write a reference."""
+    """Check the request, then score or write a reference."""
     with user_mistakes():
         request = configuration.resolve(cfg, ScoreConfig)
         request, suite, experiment = check_request(request)
@@ -56,14 +56,14 @@ def main(cfg: DictConfig) -> None:
 
 
 def score(request: ScoreConfig, node: Node, experiment: Experiment | None, launch: Launch) -> Path:
-    """Score samples, print the scores and save them with a record; a sweep passes over what has one."""
+    """Score samples, print the scores and save them with a record; a sweep skips existing records."""
     samples = NetworkSamples(request, experiment, launch) if experiment else FileSamples(request)
     suite = open_suite(node, request, samples.out, launch)
     suite.check(samples.count, samples.shape, samples.name)
     cache = samples.cache(suite)
     described = {"suite": request.suite, "protocol": suite.describe()}
-    passes_over = is_sweep() and not request.overwrite
-    if passes_over and launch.broadcast_from_main(lambda: is_scored(samples, described)):
+    skips_existing = is_sweep() and not request.overwrite
+    if skips_existing and launch.broadcast_from_main(lambda: is_scored(samples, described)):
         launch.print(f"{samples.out} already exists")
         return samples.out
     labels = None
@@ -86,10 +86,10 @@ def score(request: ScoreConfig, node: Node, experiment: Experiment | None, launc
 
 def is_scored(samples: FileSamples | NetworkSamples, described: dict[str, Any]) -> bool:
     """True if the same samples have the same scores on disk."""
-    if not samples.out.is_file() or not isinstance(there := read_json(samples.out), dict):
+    if not samples.out.is_file() or not isinstance(saved := read_json(samples.out), dict):
         return False
-    wanted = json.loads(json.dumps(finite({**described, "samples": samples.record()})))
-    return {key: there.get(key) for key in wanted} == wanted
+    record = json.loads(json.dumps(finite({**described, "samples": samples.record()})))
+    return {key: saved.get(key) for key in record} == record
 
 
 if __name__ == "__main__":

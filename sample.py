@@ -3,8 +3,8 @@
     python sample.py run=runs/NAME num_samples=500
     python sample.py run=runs/NAME class_label=3 guidance_scale=1.5 num_steps=40
 
-Sample i is a function of seed first_seed + i alone, whatever the number of processes. Finished parts are kept
-in OUTPUT.partial: the same command goes on where it was stopped, also on another number of processes.
+Sample i depends only on seed first_seed + i, not on the number of processes. Finished parts are kept in
+OUTPUT.partial: the same command resumes, also with another number of processes.
 """
 
 import runtime.openmp  # noqa: F401 before torch
@@ -44,13 +44,15 @@ def main(cfg: DictConfig) -> None:
         request = configuration.resolve(cfg, SampleConfig)
         check_positive("grid_columns", request.grid_columns)
         if request.out and not request.out.endswith(".npz"):
-            raise ValueError(f"out={request.out} must end in .npz; picture and record take its name")
+            raise ValueError(
+                f"out={request.out} must end in .npz; the picture and the record get the same name"
+            )
         request, experiment = read_request(request)
         launch = start_process(timeout=PATIENCE)
         model, name, record = open_model(request, experiment, launch)
         out = output_path(request.out, request.folder, f"samples/{name}.npz")
         folder = out.with_name(f"{out.name}.partial")
-        may_replace = request.overwrite or folder.is_dir()  # a job stopped while it joined its parts
+        may_replace = request.overwrite or folder.is_dir()  # a job that was stopped while it joined its parts
         with launch.exclusive_output(out, beside(out), may_replace):
             key = cache_key(record, launch.device)
             images, cache = start_drawing(model, record, folder, key, launch, request.overwrite)
@@ -58,7 +60,7 @@ def main(cfg: DictConfig) -> None:
             num_bytes = math.prod(images.shape) * (images.count + images.part_size * len(cache.missing()))
             launch.broadcast_from_main(lambda: check_room(out, num_bytes))
             if launch.broadcast_from_main(cache.start):
-                launch.print(f"{images}\na picture of the first ones, class by class, grows in {grid.file}")
+                launch.print(f"{images}\na picture of the first images, class by class: {grid.file}")
             parts = extract(None, images, cache, launch=launch, description="sample", after_part=grid.update)
             record["environment"] = environment(launch.device)
             if launch.is_main:
@@ -68,7 +70,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def beside(out: Path) -> list[Path]:
-    """Files of picture, record and scores."""
+    """Return the files of picture, record and scores."""
     return [out.with_suffix(suffix) for suffix in (".png", ".json", ".scores.json")]
 
 
@@ -88,7 +90,7 @@ def pack(parts: Iterator[Arrays], images: Drawing, grid: Path, out: Path, record
                     np.lib.format.write_array(file, labels)
         for file in beside(out):  # of earlier samples
             file.unlink(missing_ok=True)
-        # The samples come last: a kill before leaves the parts, and the same command joins them again.
+        # The samples come last: after a kill, the same command joins the parts again.
         shutil.copyfile(grid, out.with_suffix(".png"))
         record["cost_per_image"] = dict(zip(COST_KEYS, np.mean(costs, axis=0).tolist(), strict=True))
         write_json(out.with_suffix(".json"), {**record, "samples_sha256": sha256(partial)})

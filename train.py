@@ -31,8 +31,8 @@ register("train", Config)
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
 @as_job
 def main(cfg: DictConfig) -> float | None:
-    """Compose, validate, build, fit; return `sweep_metric`."""
-    register("train", Config)  # again: a sweep may run its jobs in other processes
+    """Check the configuration, build the trainer and train; return the value of `sweep_metric`."""
+    register("train", Config)  # again, because a sweep may run its jobs in other processes
     with user_mistakes():
         experiment = Experiment.of_config(cfg, num_processes=int(os.environ.get("WORLD_SIZE", "1"))).check()
         check_launcher()
@@ -51,7 +51,7 @@ def main(cfg: DictConfig) -> float | None:
     if trainer is None:
         fixed = depends_on_total_steps(experiment.written)
         longer = "" if fixed else "raise train.total_steps to continue it, or "
-        launch.print(f"{run.path} is finished: {longer}start another with run_name=NAME")
+        launch.print(f"{run.path} is finished: {longer}start another run with run_name=NAME")
         run.unlock()
     else:
         fit(trainer, run)
@@ -60,7 +60,7 @@ def main(cfg: DictConfig) -> float | None:
 
 
 def fit(trainer: Trainer, run: RunFolder) -> None:
-    """Train to the end, or exit."""
+    """Train to the end; exit if the training is stopped."""
     if reason := run_training(trainer, run):
         pass_on(reason)
         raise SystemExit(INTERRUPTED if reason == INTERRUPT else TRY_AGAIN)

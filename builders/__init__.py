@@ -1,3 +1,3 @@
-"""What puts the parts of a program together: schemas, rules across groups, and functions that build."""
+"""Build the parts of a program from its configuration: schemas, rules across groups, builders."""
 
 import runtime.openmp  # noqa: F401 before torch

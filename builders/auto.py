@@ -1,4 +1,4 @@
-"""What `auto` and null resolve to on this machine."""
+"""Resolve options with the value `auto` or null on this machine."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,11 +14,11 @@ from runtime.machine import bf16_speedup, can_compile, can_keep_freed_memory, ha
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a run does where its configuration has `auto` or null.
+    """The resolved options of a run.
 
     Args:
-        bf16_speedup: measured on a CPU; None where the precision is given.
-        attention: None for a network without that choice.
+        bf16_speedup: measured on a CPU; None: the precision is given.
+        attention: None: the network does not have this option.
     """
 
     mixed_precision: str
@@ -34,18 +34,18 @@ class Resolved:
         return self.mixed_precision == "bf16"
 
     def record(self) -> dict[str, Any]:
-        """The fields for the manifest of the run."""
+        """Return the fields for the run's manifest."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
 def resolve_auto(
     experiment: Experiment, saved: dict[str, Any], device: torch.device, num_processes: int
 ) -> Resolved:
-    """Resolve what the configuration leaves open.
+    """Resolve the open options of an experiment.
 
     Args:
-        saved: the record of what a resumed run was started with; it wins, except for micro-batches that the
-            processes cannot share.
+        saved: the options that a resumed run was started with. They are used again, except for a micro-batch
+            size that does not fit the number of processes.
     """
     train, precision, speedup = experiment.train, experiment.train.mixed_precision, None
     if precision == "auto":
@@ -62,7 +62,7 @@ def resolve_auto(
     if not train.micro_batch_size and train.batch_size % (micro_batch_size * num_processes):
         micro_batch_size = train.batch_size // num_processes
     attention, dtype = None, torch.bfloat16 if precision == "bf16" else torch.float32
-    if (asked := experiment.model_node.arguments.get("attention")) is not None:
-        attention = resolve_attention(asked, device.type, dtype)
+    if (option := experiment.model_node.arguments.get("attention")) is not None:
+        attention = resolve_attention(option, device.type, dtype)
     num_workers = min(train.num_workers, cpu_count())
     return Resolved(precision, compiled, micro_batch_size, num_workers, keep, speedup, attention)

@@ -1,4 +1,4 @@
-"""The configuration of a program: its resolvers, the names of runs, its groups as nodes."""
+"""Composed configurations: resolvers, default names of runs, conversion to typed requests and nodes."""
 
 import hashlib
 import re
@@ -20,14 +20,14 @@ from runtime.targets import CONFIGS
 
 T = TypeVar("T")
 MAX_NAME = 160
-PLAIN_VALUE = re.compile(r"-?[\w.]+(e-\d+)?", re.ASCII)  # which a folder's name shows as it is
+PLAIN_VALUE = re.compile(r"-?[\w.]+(e-\d+)?", re.ASCII)  # unchanged in the name of a folder
 NAMED_ALWAYS = ("model", "model/size", "data")
 NAMED_OTHERWISE = ("experiment", "parity", "tracker")  # a tracker changes no result
-OF_OPTIMIZER = ("warmup_steps",)  # which its target does not take
+OF_OPTIMIZER = ("warmup_steps",)  # not an argument of the target
 
 
 def register(program: str, schema: type) -> None:
-    """Tell Hydra the schema of a program, before it composes, and the resolvers."""
+    """Register the schema of a program and the resolvers; call this before Hydra composes."""
     resolvers = {
         "default_run_name": _default_run_name,
         "latent_manifest": lambda path, key: getattr(read_manifest(path), key),
@@ -37,7 +37,7 @@ def register(program: str, schema: type) -> None:
 
 
 def _default_run_name(seed: int) -> str:
-    """Name a run by the groups that differ from their defaults, a job of a sweep by what is swept."""
+    """Name a run by its groups that differ from the defaults; a job of a sweep by its swept keys."""
     hydra = HydraConfig.get()
     choices = hydra.runtime.choices
     experiment = choices.get("experiment") or ""
@@ -57,11 +57,11 @@ def _default_run_name(seed: int) -> str:
 
 
 def _chosen_in_sweep(overrides: Iterable[str], left_out: set[str], swept: set[str]) -> str:
-    """A job's swept overrides, and a hash of the others and of values with special characters."""
+    """Join a job's swept overrides and a hash of the others and of values with special characters."""
     keyed = sorted((key_of(text), text) for text in overrides)
     first = [text for key, text in keyed if key in swept - left_out]
     hashed = [text for key, text in keyed if key not in swept | left_out]
-    # Usable on the command line again, as run=runs/NAME: values that differ in special characters look alike.
+    # Without special characters, run=runs/NAME works on a command line; the hash tells such values apart.
     shown = re.sub(r"[^\w.-]+", "-", ",".join(first))
     hashed += [text for text in first if not PLAIN_VALUE.fullmatch(text.partition("=")[2])]
     return "_".join(filter(None, [shown, _short_hash(",".join(hashed)) if hashed else ""]))
@@ -80,12 +80,12 @@ def _chosen_groups(overrides: Iterable[str]) -> Iterator[str]:
 
 
 def resolve(cfg: DictConfig, schema: type[T]) -> T:
-    """The request of a program, as its schema types it; keys, targets and arguments are checked."""
+    """Check a configuration and convert it to an instance of its schema."""
     return schema(**resolve_nodes(cfg)[0])
 
 
 def resolve_nodes(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Resolve a configuration into plain types, and into nodes where a target is named."""
+    """Check a configuration; return it as plain types, and with a node for each target."""
     plain = to_plain(cfg, {"data.path": " (a latent folder, see data/README.md)"})
     nodes = read_nodes(plain, beside={"optimizer": OF_OPTIMIZER})
     check_finite(plain)

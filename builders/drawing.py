@@ -1,4 +1,4 @@
-"""Draw images: the options, resolved before anything is drawn, and parts of images."""
+"""Draw images in parts, with options that are resolved before the first image."""
 
 import gc
 import hashlib
@@ -31,12 +31,12 @@ from runtime.parts import Part, PartCache, as_json, saved_key
 from runtime.provenance import flatten, source_sha256
 
 LEFT_OPEN = {"mixed_precision": "auto", "batch_size": None, "compile": "auto"}
-PATHS = ("run", "checkpoint", "encoder.name")  # the weights are known by their hashes
-TOKENS_AT_ONCE = 4096  # on a CPU, where larger batches are not faster (benchmarks/LOG.md)
+PATHS = ("run", "checkpoint", "encoder.name")  # hashes identify the weights
+TOKENS_AT_ONCE = 4096  # on a CPU; larger batches are not faster (benchmarks/LOG.md)
 MAX_BATCH, MEMORY_SHARE, PROBE_BATCH = 256, 0.25, 8
-# Assumed for an estimate that is the same on any number of processes and in every start: FLOPs per second (of
-# a core, of a GPU) of blocks that are not compiled, the share of the time that compiled ones save, and the
-# seconds that compiling takes, for the first length and for each further one.
+# Constants make the decision to compile the same in every start: FLOPs per second of uncompiled blocks (per
+# core or GPU), the share of the time that compiled blocks save, and the seconds that it takes to compile the
+# first sequence length and each further one.
 FLOPS_PER_SEC = {"cpu": 7.5e10, "cuda": 2e14}
 SAVED_SHARE = {"cpu": 0.35, "cuda": 0.3}
 COMPILE_SEC = {"cpu": (15, 5), "cuda": (40, 20)}
@@ -44,13 +44,13 @@ COMPILE_SEC = {"cpu": (15, 5), "cuda": (40, 20)}
 
 @dataclass(frozen=True, eq=False)
 class ImageModel:
-    """A network with all that makes images of it.
+    """A network with its sampler, guidance and decoder.
 
     Args:
-        precond: around a bare backbone; put in eval mode.
+        precond: the preconditioned backbone, without DDP; it is set to eval mode.
         decode: turns latents into images (n, H, W, channels) uint8.
-        classes: the trained classes, from which labels are taken.
-        class_names: for captions; None: their numbers.
+        classes: the trained classes; labels are drawn from them.
+        class_names: for captions; None: use the numbers of the classes.
     """
 
     precond: Precond
@@ -71,30 +71,30 @@ class ImageModel:
 
     @cached_property
     def evaluations(self) -> Evaluations:
-        """Evaluations of one image; expected ones where a sampler has adaptive steps."""
+        """Network evaluations per image; an expected number for samplers with adaptive steps."""
         return count_evaluations(self.precond, self.guidance, expected_times(self.precond, self.sampler))
 
     @property
     def networks(self) -> list[Backbone]:
-        """The networks that are evaluated."""
+        """The networks that the sampler evaluates."""
         return [*dict.fromkeys(net for net, _ in self.evaluations)]
 
     @property
     def num_lengths(self) -> int:
-        """Number of sequence lengths that the blocks see."""
+        """Number of different sequence lengths in the blocks."""
         return len({length for net, kept in self.evaluations for length in (net.num_tokens, *kept)} - {0})
 
     @cached_property
     def compiled(self) -> "ImageModel":
         """This model with the blocks of its networks compiled in place."""
-        gc.collect()  # networks of earlier settings of a sweep, which refer to themselves once compiled
+        gc.collect()  # compiled networks of earlier jobs of a sweep form reference cycles
         for net in self.networks:
-            # One graph for each length, alone and with the guided branch beside.
+            # One graph per length, with and without the second branch of guidance.
             compile_blocks(net.blocks, 2 * self.num_lengths)
         return self
 
     def is_worth_compiling(self, num_samples: int) -> bool:
-        """True if compiled blocks save more time than compiling takes."""
+        """True if compiled blocks save more time than the compilation takes."""
         kind = self.device.type
         if kind not in FLOPS_PER_SEC or not can_compile(self.device):
             return False
@@ -104,7 +104,7 @@ class ImageModel:
         return SAVED_SHARE[kind] * sec > first + further * (self.num_lengths - 1)
 
     def default_batch_size(self, bf16: bool) -> int:
-        """Fill a CPU's caches, or at most a quarter of a GPU's memory."""
+        """Choose a batch size that fits the caches of a CPU, or a quarter of a GPU's memory."""
         if self.device.type != "cuda":
             return max(1, TOKENS_AT_ONCE // self.precond.net.num_tokens)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -121,13 +121,13 @@ class ImageModel:
 
 @dataclass(frozen=True)
 class DrawOptions:
-    """How images are drawn: sample i from seed first_seed + i.
+    """Options of drawing images. Sample i is drawn from seed first_seed + i.
 
     Args:
-        batch_size: number of images drawn together, a part.
+        batch_size: number of images that are drawn together, as one part.
         labels: `balanced`: the trained classes in turn; `random`: drawn from the seeds; None: class_label.
-        class_label: this class alone.
-        mixed_precision: of the network, `bf16` or `no`.
+        class_label: draw images of this class only.
+        mixed_precision: precision of the network, `bf16` or `no` (fp32).
         compile: compile the blocks.
     """
 
@@ -143,11 +143,11 @@ class DrawOptions:
     def resolve(
         cls, request: Mapping[str, Any], model: ImageModel, saved: Mapping[str, Any], launch: Launch
     ) -> "DrawOptions":
-        """Decide what a request leaves open, the same on all ranks and on any number of them.
+        """Resolve a request; the result does not depend on the number of ranks.
 
         Args:
-            request: values of the fields; those of LEFT_OPEN may be open.
-            saved: what the job was started with, if it was.
+            request: values of the fields; the fields in LEFT_OPEN may be open.
+            saved: the options of a job that resumes; they fill open fields.
         """
         chosen: dict[str, Any] = {key: request[key] for key in cls.__dataclass_fields__}
         for key, left_open in LEFT_OPEN.items():
@@ -176,7 +176,7 @@ class DrawOptions:
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """The images that a model draws with some options, see `evaluation.features.Images`."""
+    """The images that a model draws with given options; implements `evaluation.features.Images`."""
 
     model: ImageModel
     options: DrawOptions
@@ -197,7 +197,7 @@ class Drawing:
         return f"{self.count} images, {self.part_size} at a time, the network in {self._precision}"
 
     def labels(self, start: int = 0, end: int | None = None) -> np.ndarray | None:
-        """Labels of the samples from `start` to `end`; None for an unconditional network."""
+        """Return the labels of samples `start` to `end`; None for an unconditional network."""
         end, classes, first = end or self.count, np.asarray(self.model.classes), self.options.first_seed
         if self.options.class_label is not None:
             return np.full(end - start, self.options.class_label)
@@ -208,12 +208,12 @@ class Drawing:
         return classes[np.arange(start, end) % len(classes)]
 
     def captions(self, labels: np.ndarray | None) -> list[str] | None:
-        """The class names of labels (N,); None for an unconditional network."""
+        """Return the class names of labels (N,); None for an unconditional network."""
         names = self.model.class_names
         return None if labels is None else [str(names[i] if names else i) for i in labels.tolist()]
 
     def key(self) -> dict[str, Any]:
-        """Everything that the images depend on, except the settings of sampler, guidance and labels."""
+        """Collect everything that the images depend on, except sampler, guidance and labels."""
         weights = hashlib.sha256()
         for net in self.model.networks:
             for _, tensor in sorted(net.state_dict().items()):
@@ -222,10 +222,10 @@ class Drawing:
         return {"weights": weights.hexdigest(), **options}
 
     def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
-        """Draw parts; on a GPU, one is decoded while the next is drawn.
+        """Draw parts. On a GPU, a part is decoded while the next one is drawn.
 
-        The last part is drawn whole and cut: a longer set begins with the shorter one, bit for bit, if both
-        fill a batch.
+        The last part is drawn in full size and cut: a longer set starts with the same images, bit for bit, if
+        both sets fill a batch.
 
         Raises:
             ValueError: a sample is not finite.
@@ -237,14 +237,14 @@ class Drawing:
                 latents, cost = self.latents(part)
                 event = None if stream is None else torch.cuda.current_stream(device).record_event()
                 decoding.append(pool.submit(self._decoded, part, latents, cost, stream, event))
-                # Elsewhere than on a GPU latents are computed, and a delay would risk two parts.
+                # On a CPU the latents are ready, and waiting would risk losing two parts.
                 if len(decoding) > 1 or stream is None:
                     yield decoding.popleft().result()
             while decoding:
                 yield decoding.popleft().result()
 
     def latents(self, part: int) -> tuple[torch.Tensor, np.ndarray]:
-        """Draw the latents (part_size, C, H, W) of a part; return them with the cost of an image."""
+        """Draw the latents (part_size, C, H, W) of a part; return them with the cost per image."""
         model = self.model.compiled if self.options.compile else self.model
         start, end, first = part * self.part_size, (part + 1) * self.part_size, self.options.first_seed
         labels, times = self.labels(start, end), []
@@ -263,13 +263,13 @@ class Drawing:
 
     @torch.no_grad()
     def _decoded(self, part: int, latents: torch.Tensor, cost: np.ndarray, stream: Any, event: Any) -> Part:
-        # In a thread; on a GPU on a stream of its own, which waits for this part alone.
+        # Runs in a thread; on a GPU in a separate stream, which waits for this part only.
         start = part * self.part_size
         if stream is not None:
             stream.wait_event(event)
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             latents = latents[: self.count - start]
-            bad = ~latents.flatten(1).isfinite().all(dim=1).cpu()  # SYNC: with the draws before
+            bad = ~latents.flatten(1).isfinite().all(dim=1).cpu()  # SYNC: waits for the latents
             if not bad.any():
                 return Part(part, self.model.decode(latents), cost)
         seed, rest = self.options.first_seed + start + int(bad.nonzero()[0]), int(bad.sum()) - 1
@@ -285,7 +285,7 @@ class Drawing:
 
 
 def cache_key(record: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Everything that a part of samples depends on."""
+    """Collect everything that a part of the samples depends on."""
     flat = {key: value for key, value in flatten(record).items() if key not in PATHS}
     return flat | {"code": source_sha256(), "torch": torch.__version__, "device": device.type}
 
@@ -296,19 +296,19 @@ def start_drawing(
     folder: Path,
     key: dict[str, Any],
     launch: Launch,
-    overwrite: bool = False,
+    overwrite: bool | None = None,
 ) -> tuple[Drawing, PartCache]:
-    """Resolve how the images of a record are drawn; return them with the cache of their parts.
+    """Resolve the options of a record; return its images and the cache of their parts.
 
     Args:
-        record: the resolved options are added to it.
-        folder: of the parts; a job that was started there keeps its options.
-        key: everything that parts depend on, besides what is resolved.
-        overwrite: a job with another key may be replaced.
+        record: the request; the resolved options are added to it.
+        folder: the folder of the parts; a job that was started there keeps its options.
+        key: what the parts depend on, besides the resolved options.
+        overwrite: replace parts with another key; None: the program has no key `overwrite` for them.
     """
 
     def read_saved() -> dict[str, Any]:
-        with suppress(ValueError):  # damaged: refused or replaced when drawing starts
+        with suppress(ValueError):  # damaged: `PartCache.start` refuses or replaces it
             saved, same = saved_key(folder), as_json(key)
             if all(saved.get(name) == same[name] for name in same.keys() - LEFT_OPEN.keys()):
                 return saved
@@ -317,4 +317,5 @@ def start_drawing(
     options = DrawOptions.resolve(record, model, launch.broadcast_from_main(read_saved), launch)
     record |= asdict(options)
     images, key = Drawing(model, options), key | {name: record[name] for name in LEFT_OPEN}
-    return images, new_cache(images, folder, key, None, "overwrite=true starts again", overwrite)
+    hint = "remove the folder" if overwrite is None else "overwrite=true starts again"
+    return images, new_cache(images, folder, key, None, hint, bool(overwrite))

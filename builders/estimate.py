@@ -1,4 +1,4 @@
-"""What a training takes in time, memory and disk, and what is free."""
+"""Estimate the time, memory and disk space of a training, and measure the free resources."""
 
 import shutil
 from collections.abc import Iterator
@@ -17,35 +17,32 @@ from runtime.launch import Launch
 from runtime.machine import return_freed_memory
 from training.speed import product_flops_per_sec
 
-UTILISATION = 0.4  # of the rate of large products, in training; small networks reach less
+UTILISATION = 0.4  # of the speed of large matrix products; small networks reach less
 COMPILED_AFTER_SEC = 40
-SIDES, REPEATS = {"cuda": 4096, "cpu": 512}, 100  # of matrices whose product takes about a millisecond
-# Limits of a container or a job: version 2 of cgroups.
+SIDES, REPEATS = {"cuda": 4096, "cpu": 512}, 100  # matrices whose product takes about a millisecond
+# Memory limits of a container or a job (cgroups, version 2).
 CGROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# Bytes per weight, beside its share of the optimizer: itself, its gradient, its average. A checkpoint has all
-# but the gradient.
+# Bytes per weight, without the optimizer. Checkpoints do not contain gradients.
 WEIGHT, GRADIENT, AVERAGE = 4, 4, 4
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a step with its share of the samples drawn, bytes in memory of each process before
-    activations, bytes of the checkpoints on disk.
-    """
+    """Time, memory and disk space of a training."""
 
-    step_sec: float
-    memory: int
-    checkpoints: int
+    step_sec: float  # with the samples drawn during training
+    memory: int  # bytes per process, without activations
+    checkpoints: int  # bytes on disk
 
 
 def bytes_in_memory(experiment: Experiment) -> int:
-    """Bytes of weights, gradients, optimizer and average."""
+    """Count the bytes of weights, gradients, optimizer and averaged weights."""
     num_parameters = sum(parameter.numel() for parameter in experiment.meta_net.parameters())
     return num_parameters * (WEIGHT + GRADIENT + AVERAGE) + optimizer_bytes(experiment)
 
 
 def optimizer_bytes(experiment: Experiment) -> int:
-    """Bytes of the state of the optimizer, from a step of stand-ins with one number each."""
+    """Count the bytes of the optimizer's state, from a step with parameters of one element each."""
     named = dict(experiment.meta_net.named_parameters())
     small = {name: nn.Parameter(torch.zeros([1] * p.ndim, device="cpu")) for name, p in named.items()}
     sizes = {small[name]: parameter.numel() for name, parameter in named.items()}
@@ -53,9 +50,9 @@ def optimizer_bytes(experiment: Experiment) -> int:
     for parameter in small.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(torch.zeros((), device="cpu"))
-    states = {p: state for each in optimizer.optimizers.values() for p, state in each.state.items()}
+    states = {p: state for part in optimizer.optimizers.values() for p, state in part.state.items()}
     tensors = [(p, value) for p in sizes for value in states.get(p, {}).values() if torch.is_tensor(value)]
-    return sum(sizes[p] * value.nbytes for p, value in tensors if value.ndim)  # counters have no dimension
+    return sum(sizes[p] * value.nbytes for p, value in tensors if value.ndim)  # counters are 0-d
 
 
 def estimate(
@@ -64,13 +61,13 @@ def estimate(
     """Estimate time, memory and disk of a training.
 
     Args:
-        drawing_flops: of the samples that evaluations draw, per step.
+        drawing_flops: FLOPs per step of the samples that evaluations draw.
     """
     train, device = experiment.train, launch.device
     dtype = torch.bfloat16 if resolved.bf16 else torch.float32
     rate = UTILISATION * product_flops_per_sec(device, dtype, SIDES[device.type], REPEATS)
     flops = cost.routed_training_flops * train.batch_size + drawing_flops
-    num_saved = train.keep_last + 1  # the oldest is removed once the newest is complete
+    num_saved = train.keep_last + 1  # the oldest is removed after the newest is complete
     if train.milestone_every:
         num_saved += train.total_steps // train.milestone_every
     memory = bytes_in_memory(experiment)
@@ -79,26 +76,26 @@ def estimate(
 
 
 def free_memory(launch: Launch) -> int:
-    """Bytes that a process may take, including its own on a GPU."""
+    """Return the bytes that a process can use; on a GPU, its reserved memory counts."""
     if launch.device.type == "cuda":
         return torch.cuda.mem_get_info(launch.device)[0] + torch.cuda.memory_reserved(launch.device)
-    return_freed_memory()  # by earlier jobs of a sweep: it would count as taken
+    return_freed_memory()  # memory of earlier jobs of a sweep would count as used
     return min([psutil.virtual_memory().available, *_free_in_groups()]) // launch.world_size
 
 
 def _free_in_groups() -> Iterator[int]:
-    """Free bytes below the limits of the memory groups of this process, and of their parents."""
+    """Yield the free bytes below the memory limit of each cgroup of this process, parents included."""
     lines = OWN_GROUP.read_text().splitlines() if OWN_GROUP.exists() else []  # on Linux
-    own = [CGROUPS / line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
-    for folder in {CGROUPS, *own, *(parent for group in own for parent in group.parents)}:
+    groups = [CGROUPS / line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
+    for folder in {CGROUPS, *groups, *(parent for group in groups for parent in group.parents)}:
         limit, usage, stat = (folder / f"memory.{name}" for name in ("max", "current", "stat"))
-        with suppress(OSError, KeyError):  # a group that may not be read, or has no limit
+        with suppress(OSError, KeyError):  # not readable, or without a limit
             if (most := limit.read_text().strip()) != "max":
                 cached = dict(line.split() for line in stat.read_text().splitlines())["inactive_file"]
                 yield int(most) - int(usage.read_text()) + int(cached)
 
 
 def free_disk(checkpoints: Path) -> int:
-    """Bytes that checkpoints may take, including those that exist."""
-    there = sum(file.stat().st_size for file in checkpoints.glob("*/*"))
-    return shutil.disk_usage(checkpoints.parent).free + there
+    """Return the bytes that checkpoints can use; existing checkpoints count as free."""
+    used = sum(file.stat().st_size for file in checkpoints.glob("*/*"))
+    return shutil.disk_usage(checkpoints.parent).free + used

@@ -1,4 +1,4 @@
-"""Evaluators of a training: pictures, the held-out loss, scores of samples."""
+"""Build the evaluators of a training: pictures, the held-out loss, scores of samples."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -29,7 +29,7 @@ from training.recorder import LEVEL
 from training.run_folder import RunFolder
 
 GRID_SAMPLES, GRID_COLUMNS = 10, 10
-MAX_CLASSES_SHOWN = 100  # all of them; of more the first ten
+MAX_CLASSES_SHOWN = 100  # with more classes, pictures show the first ten
 EVALUATION_BATCH = 64
 
 
@@ -46,10 +46,10 @@ def build_evaluators(
     """Build pairs (interval in steps, evaluator)."""
     settings, device, scored = experiment.train, launch.device, experiment.evaluation
     share = {"rank": launch.rank, "world_size": launch.world_size}
-    # Around the networks themselves: no DDP, no autocast.
+    # Without DDP and autocast.
     denoiser, ema_denoiser = (experiment.precond(n) for n in (net, ema_net))
     evaluators, model, encoder = [], None, None
-    if settings.sample_every or scored:  # otherwise the encoder need not be there
+    if settings.sample_every or scored:  # otherwise the encoder is not needed
         model, encoder = _image_model(experiment, dataset, launch, ema_denoiser)
     if settings.sample_every and model:
         num_samples, columns = grid_of(len(dataset.manifest.trained_classes))
@@ -78,22 +78,22 @@ def build_evaluators(
             mixed_precision=resolved.mixed_precision,
             compile=resolved.compile and model.is_worth_compiling(suite.num_samples),
         )
-        model = model.compiled if options.compile else model  # now: a failure shows before the first step
+        model = model.compiled if options.compile else model  # fail before the first step, if at all
         scores = ScoreSamples(suite, Drawing(model, options), run.path / "features/samples")
         evaluators.append((settings.eval_every, scores))
     return evaluators
 
 
 def check_sweep_metric(metric: str | None, evaluators: Sequence[tuple[int, Any]]) -> None:
-    """Check that a run has the number that a sweeper waits for."""
-    scoring = [each for _, each in evaluators if not isinstance(each, SampleGrid)]
-    known = ["loss", *(key for each in scoring for key in each.keys)]
+    """Check that a run logs the metric of a sweep."""
+    scoring = [evaluator for _, evaluator in evaluators if not isinstance(evaluator, SampleGrid)]
+    known = ["loss", *(key for evaluator in scoring for key in evaluator.keys)]
     if metric is not None and metric.partition(LEVEL)[0] not in known:
-        raise ValueError(f"sweep_metric={metric} must be one of what the run logs: {', '.join(known)}")
+        raise ValueError(f"sweep_metric={metric} must be a metric of the run: {', '.join(known)}")
 
 
 def drawing_flops(evaluators: Sequence[tuple[int, Any]]) -> float:
-    """FLOPs of the samples drawn while training, for each step."""
+    """Return the FLOPs per training step of the samples that evaluations draw."""
     flops = 0.0
     for interval, evaluator in evaluators:
         if isinstance(evaluator, SampleGrid | ScoreSamples):
@@ -103,7 +103,7 @@ def drawing_flops(evaluators: Sequence[tuple[int, Any]]) -> float:
 
 
 def grid_of(num_classes: int) -> tuple[int, int]:
-    """Samples and columns of a training's pictures: about ten samples, each of up to 100 classes as often."""
+    """Return samples and columns of pictures: about ten samples; up to 100 classes appear equally often."""
     if not 0 < num_classes <= MAX_CLASSES_SHOWN:
         return GRID_SAMPLES, GRID_COLUMNS
     columns = GRID_COLUMNS // num_classes * num_classes or GRID_COLUMNS

@@ -1,4 +1,4 @@
-"""One experiment: a composed configuration, checked and typed, and the parts that it builds."""
+"""The Experiment: a checked, typed configuration of a training that builds its parts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -34,17 +34,17 @@ from training.run_folder import RunFolder
 
 SCALARS = ("method", "run_name", "output_dir", "wait", "seed", "sweep_metric", "decoding")
 GROUPS = ("data", "optimizer", "ema", "sampler", "guidance")
-PARTS = ("block", "router", "rejoin")  # of a model, each optional
+PARTS = ("block", "router", "rejoin")  # optional groups of a model
 
 
 @dataclass(frozen=True, eq=False)
 class Experiment:
-    """A configuration of a training, checked, whose methods build its parts.
+    """A checked configuration of a training. Its methods build the parts.
 
     Args:
-        written: the configuration as plain types, as config.yaml has it.
-        evaluation: None: samples are not scored while training.
-        details: the manifest of its run, where it was read from one.
+        written: the configuration as plain types, as in config.yaml.
+        evaluation: None: samples are not scored during training.
+        details: the manifest of the run that it was read from; empty without a run.
     """
 
     written: dict[str, Any]
@@ -71,11 +71,11 @@ class Experiment:
 
     @classmethod
     def of_config(cls, cfg: DictConfig, num_processes: int = 1) -> "Experiment":
-        """Check what Hydra has composed, before anything is built."""
+        """Check a composed configuration, before anything is built."""
         written, nodes = resolve_nodes(cfg)
         train = TrainConfig(**written["train"])
         check_train(train)
-        written["train"] = asdict(train)  # words in lower case
+        written["train"] = asdict(train)  # options in lower case
         values: dict[str, Any] = {key: written[key] for key in SCALARS}
         values |= {f"{key}_node": as_node(nodes[key], key) for key in GROUPS}
         values |= {key: as_node(nodes[key], key) if nodes[key] else None for key in ("evaluation", "tracker")}
@@ -88,29 +88,29 @@ class Experiment:
 
     @classmethod
     def compose(cls, overrides: Sequence[str]) -> "Experiment":
-        """The experiment of train.py with these overrides."""
+        """Compose the experiment of `train.py` with overrides."""
         register("train", Config)
         return cls.of_config(compose_config(["run_name=none", *overrides]))
 
     @classmethod
     def of_run(cls, run: RunFolder) -> "Experiment":
-        """The experiment of a run, which may come from anywhere, checked as on the command line."""
+        """Read the experiment of a run from an untrusted folder, checked like a command line."""
         run.check_started()
         check_apart(run.path, config_folders())
         return cls.of_written(run.config(), run.config_file)
 
     @classmethod
     def of_written(cls, written: Any, file: str | Path) -> "Experiment":
-        """The experiment of a configuration from anyone's file, checked as on the command line."""
+        """Read an experiment from an untrusted configuration, checked like a command line."""
         try:
             if "${" in str(written):
-                raise ValueError("it has interpolations, which no run writes")
+                raise ValueError("it has interpolations, but runs write plain values")
             experiment = cls.of_config(DictConfig(OmegaConf.merge(OmegaConf.structured(Config), written)))
             if missing := flatten(experiment.written).keys() - flatten(written).keys():
                 raise ValueError(f"{min(missing)} is missing: another version of this code wrote it")
-        except (ValueError, OverflowError, OmegaConfBaseException) as error:  # overflow: of an int in a float
-            place = error.full_key if isinstance(error, OmegaConfBaseException) else None
-            key = f"{one_line(place)}: " if place else ""
+        except (ValueError, OverflowError, OmegaConfBaseException) as error:  # overflow: int to float
+            full_key = error.full_key if isinstance(error, OmegaConfBaseException) else None
+            key = f"{one_line(full_key)}: " if full_key else ""
             raise ValueError(f"{file}: {key}{one_line(str(error))}") from error
         return experiment
 
@@ -130,85 +130,85 @@ class Experiment:
 
     @property
     def meta_net(self) -> Backbone:
-        """The network on the meta device, without memory: its shapes, and its own rules."""
+        """The network on the meta device, for its shapes and rules."""
         return self.model_node.on_meta
 
     def with_model(self, changes: dict[str, Any]) -> "Experiment":
-        """The experiment of another network; `written` stays."""
+        """Return the experiment with other arguments of the network; `written` is unchanged."""
         return replace(self, model_node=_model_node(self.model_node.changed(changes)))
 
     def net(self, device: torch.device | None = None) -> Backbone:
-        """The network; its weights are drawn on a device, by default torch's."""
+        """Build the network and draw its weights on a device, by default torch's."""
         with nullcontext() if device is None else device:
             return self.model_node.bind()()
 
     def precond(self, net: nn.Module) -> Precond:
-        """The preconditioning around a network."""
+        """Build the preconditioning around a network."""
         return self.precond_node.bind()(net)
 
     def loss(self, net: Backbone) -> Loss | KeptTokensLoss:
-        """The training loss."""
+        """Build the training loss."""
         loss = self.loss_node.bind()()
         if not self.train.kept_tokens_only:
             return loss
         return KeptTokensLoss(loss, net, self.train.reconstruction_weight)
 
     def route_plan(self, net: Backbone) -> RoutePlan:
-        """The ratios of the routes of a network, step by step."""
+        """Build the schedule of the routes' ratios."""
         return RoutePlan(net.routes, net.num_tokens, self.train.total_steps, **asdict(self.routing))
 
     def optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-        """The optimizer of the parameters of a network."""
+        """Build the optimizer of a network's parameters."""
         written = self.optimizer_node.written
         options = {key: written[key] for key in OF_OPTIMIZER if key in written}
         options = check_arguments("optimizer", Optimizer, options)
         try:
             built = self.optimizer_node.bind()(named_parameters)
-        except (ValueError, TypeError, IndexError) as error:  # torch's messages name no key
+        except (ValueError, TypeError, IndexError) as error:  # messages of torch do not name the key
             raise ValueError(f"optimizer: {error}") from error
         return Optimizer(built, **options)
 
     def ema(self, net: nn.Module) -> EMA:
-        """The average of a network's weights."""
+        """Build the moving average of a network's weights."""
         return self.ema_node.bind()(net)
 
     def sampler(self) -> Callable[..., torch.Tensor]:
-        """sampler(denoise, noise, path, randn_like=) -> latents."""
+        """Bind the sampler: sampler(denoise, noise, path, randn_like=) -> latents."""
         return self.sampler_node.bind()
 
     def guidance(self, open_precond: Callable[[str, str | None], Precond]) -> Guidance:
-        """The guidance; open_precond(run, checkpoint) opens the networks that it has beside."""
+        """Build the guidance; open_precond(run, checkpoint) opens a weak network."""
         guidance = self.guidance_node.bind()()
         guidance.load(open_precond)
         return guidance
 
     def data(self, launch: Launch = ALONE) -> LatentDataset:
-        """The data, opened on the first rank before the others; all ranks must start alike."""
+        """Open the data, first on the main rank; check that all ranks have the same data and code."""
         with launch.main_first():
             dataset = self.data_node.bind()()
         if self.train.masked_loss and not dataset.manifest.conditioning_type:
             rule = "conditioning_type of the latent manifest must be mask or segmentation (data/README.md)"
             raise ValueError(f"train.masked_loss=true needs masks: {rule}")
-        # Ranks that train on different things would average nonsense.
+        # Gradients of ranks with different data or code must not be averaged.
         data = {"fingerprint of the data": dataset.describe()["fingerprint"]}
         data |= {"code (sha256)": source_sha256(), "torch": torch.__version__}
         launch.assert_ranks_agree({**flatten(self.written), **data})
         return dataset
 
     def token_mask(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The tokens (N, T) that masks (N, H, W) touch; None for a training without masks."""
+        """Return a function from masks (N, H, W) to the tokens (N, T) that they touch; None without masks."""
         patch_size = self.latent_shape[1] // isqrt(self.meta_net.num_tokens)
         return partial(token_mask, patch_size=patch_size) if self.train.masked_loss else None
 
     def mask_coverage(self, dataset: LatentDataset) -> float:
-        """The fraction of the tokens that masks force to stay, where windows grow by them."""
+        """Return the fraction of tokens that masks force to stay, if windows grow for them; otherwise 0."""
         masks_to_tokens = self.token_mask()
         if masks_to_tokens is None or self.routing.force_keep_overflow != "grow":
             return 0.0
         return mask_coverage(dataset, masks_to_tokens, self.train.batch_size)
 
     def check(self) -> "Experiment":
-        """Build every part, the network on the meta device: each checks its own keys."""
+        """Build every part, so that it checks its keys; the network is on the meta device."""
         net = self.meta_net
         check_latents(self)
         if "router" in self.model_node.arguments:
@@ -221,7 +221,7 @@ class Experiment:
         return self
 
     def check_sampling(self) -> None:
-        """Call sampler and guidance on a single number: they check their own keys."""
+        """Call sampler and guidance on one number, so that they check their keys."""
         net, precond = self.meta_net, self.precond(self.meta_net)
         self.guidance(_without_weights).check(precond)
 
@@ -240,21 +240,21 @@ class Experiment:
 
 
 def check_routes(key: str, given: Any) -> list[dict[str, Any]]:
-    """Check names and types of the arguments of each route."""
+    """Check the names and types of each route's arguments."""
     if not isinstance(given, list) or not all(isinstance(fields, dict) for fields in given):
         raise ValueError(f"{key}={given} must be a list of routes, each {{KEY: VALUE, ...}}; [] for none")
     return [check_arguments(f"{key}.{i}", Route, fields) for i, fields in enumerate(given)]
 
 
 def as_node(group: Any, key: str) -> Node:
-    """The node of a group; a ValueError if it names no `_target_`."""
+    """Return a group that is a node; raise a ValueError if it has no `_target_`."""
     if not isinstance(group, Node):
         raise ValueError(f"{key}={group} must name a _target_")
     return group
 
 
-def _model_node(found: Any) -> Node:
-    node = as_node(found, "model")
+def _model_node(group: Any) -> Node:
+    node = as_node(group, "model")
     for part in PARTS:
         if part in node.arguments:
             as_node(node.arguments[part], f"model.{part}")

@@ -1,4 +1,4 @@
-"""Write the averaged weights of a run as one `.safetensors` file that carries its configuration.
+"""Export the averaged weights of a run and its configuration as one `.safetensors` file.
 
 python -m builders.export run=runs/NAME out=tread.safetensors
 python sample.py checkpoint=tread.safetensors
@@ -29,7 +29,7 @@ class ExportConfig:
 
 @command("export", ExportConfig, __doc__)
 def main(request: ExportConfig) -> None:
-    """Read a run and write its network."""
+    """Load a run and write its network."""
     out = Path(request.out)
     if out.suffix != ".safetensors":
         raise ValueError(f"out={out} must end in .safetensors")
@@ -39,7 +39,7 @@ def main(request: ExportConfig) -> None:
     texts = {name: json.dumps(content) for name, content in written.items()}
     with atomic_write(out) as partial:
         save_file(run.precond.net.state_dict(), partial, metadata=texts)
-    print(f"{out}: sample.py checkpoint={out} draws from it")
+    print(f"{out}: draw from it with `python sample.py checkpoint={out}`")
 
 
 if __name__ == "__main__":

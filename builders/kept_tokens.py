@@ -1,5 +1,5 @@
-"""Ablations: the loss of the kept tokens alone, as in the released code of TREAD's first version, and with a
-term that reconstructs the others, as masked training has it [MaskDiT].
+"""Losses of ablations: the loss of the kept tokens only, as in the released code of TREAD's first version,
+optionally with a reconstruction of the other tokens, as in masked training [MaskDiT].
 """
 
 from dataclasses import replace
@@ -16,14 +16,14 @@ from runtime.errors import check_not_negative
 
 
 class KeptTokensLoss:
-    """Leave the pixels of tokens that bypassed a window out of the mean of a loss.
+    """The mean of a loss over tokens that did not bypass a window.
 
-    It draws the noise of the routes in place of their router, which must be the random one.
+    The loss draws the noise of the routes itself, so the router must be the random one.
 
     Args:
-        reconstruction_weight: of the error of the other tokens against what the network was given there, a
-            mean over them. DEVIATION: the input of EDM's network has about unit variance; the public code of
-            [MaskDiT] normalises each patch of x + n instead, which a patch of one number does not allow.
+        reconstruction_weight: weight of the mean error of the other tokens, against the network's input.
+            DEVIATION: the input of EDM's network has about unit variance; the public code of [MaskDiT]
+            normalises each patch of x + n instead, which is not possible for a patch of one number.
     """
 
     def __init__(self, loss: Loss, net: Backbone, reconstruction_weight: float = 0.0):
@@ -42,7 +42,7 @@ class KeptTokensLoss:
         mask: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        """Loss (N,); without `routing`, a dense evaluation, of all tokens."""
+        """Compute the loss (N,); without `routing`, the dense loss of all tokens."""
         reconstruct = None
         if routing is not None:
             shape = (x.shape[0], self.net.num_tokens)
@@ -73,9 +73,9 @@ class KeptTokensLoss:
         return kept
 
     def _weight(self, chosen: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """(N, H, W): 0 where a token is not chosen (N, T), else such that the mean is over chosen pixels."""
+        """Weights (N, H, W) of the pixels of chosen tokens (N, T), so that the mean is over them."""
         T, grid = self.net.num_tokens, isqrt(self.net.num_tokens)
-        # There may be none: routes without a kept token in common, or without one that bypasses.
+        # The sum can be 0: no token is kept by all routes, or no token bypasses.
         weight = chosen * T / chosen.sum(dim=1, keepdim=True).clamp(min=1)
         size = x.shape[-1] // grid
         return weight.view(-1, grid, grid).repeat_interleave(size, 1).repeat_interleave(size, 2)

@@ -1,7 +1,7 @@
 """Networks in files of weights: of DiT, SiT, REPA, LightningDiT, SPRINT, TREAD, and of `builders.export`.
 
-A file of public code says its architecture by names and shapes, but not what it predicts: DiT, SiT and TREAD
-look alike. A file of `builders.export` carries its configuration.
+The names and shapes in a file of public code determine the architecture, but not the objective: files of DiT,
+SiT and TREAD look the same. A file of `builders.export` contains its configuration.
 """
 
 from dataclasses import asdict, replace
@@ -19,40 +19,39 @@ from runtime.nodes import Node
 from training.run_folder import RunFolder
 from training.weights import LABEL_TABLE, Weights, is_own_checkpoint, metadata_in, read_weights
 
-# Of the published widths of DiT and LightningDiT: shapes do not say them.
+# Number of heads by published width of DiT and LightningDiT: shapes do not contain it.
 NUM_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16, 1536: 24, 1792: 28}
-MIN_ROUTED_DEPTH = 6  # the window of model/routes=paper, blocks 2 to depth - 4, needs as many
+MIN_ROUTED_DEPTH = 6  # model/routes=paper has the window of blocks 2 to depth - 4
 ENCODER, SCALE, CHANNELS = "stabilityai/sd-vae-ft-ema", 0.18215, 4
-SIDE = 32  # of the latents of a network without a position table, unless a manifest says another
+SIDE = 32  # default side of the latents of a network without a position table
 CONFIG, MANIFEST = "tread.config", "tread.manifest"  # names in the header of an exported file
 
 
 def read_weights_file(file: Path, objective: str | None, latents: str | None = None) -> Experiment:
-    """Read the experiment, with a manifest of its data, as `builders.sampling.read_run` does of a run.
+    """Read the experiment of a file of weights, with a manifest of its data.
 
     Args:
-        objective: edm, flow, sit (flow, with the time from noise to data) or ddpm; None for a file of
+        objective: edm, flow, sit (flow with the time from noise to data) or ddpm; None: the file is from
             `builders.export`.
-        latents: a latent folder whose manifest says how the latents of other code are scaled and decoded,
-            and their size where a file does not (SPRINT); None: they are those of sd-vae-ft-ema, of 256x256
-            images where a file does not say it.
+        latents: a latent folder; its manifest describes the scale and the decoder of the latents, and their
+            size if the file does not contain it (SPRINT). None: latents of sd-vae-ft-ema, of 256x256 images.
     """
     if not file.is_file():
-        raise FileNotFoundError(f"checkpoint={file} is not a file: give one, or run=FOLDER")
+        raise FileNotFoundError(f"checkpoint={file} is not a file: give a file of weights, or run=FOLDER")
     if is_own_checkpoint(file):
         run, step = file.parents[2], file.parent.name
-        raise ValueError(f"checkpoint={file} is of a run: give run={run} checkpoint={step}")
+        raise ValueError(f"checkpoint={file} belongs to a run: give run={run} checkpoint={step}")
     if carries_configuration(file):
         header = metadata_in(file)
         for key, value in (("objective", objective), ("latents", latents)):
             if value is not None:
-                raise ValueError(f"{key}={value} must not be given: {file} carries its configuration")
+                raise ValueError(f"{key}={value} must not be given: {file} contains its configuration")
         if MANIFEST not in header:
             raise ValueError(f"{file} has no manifest of its latents ({MANIFEST}) in its header")
         written, manifest = (parse_json(header[name].encode()) for name in (CONFIG, MANIFEST))
         return _with_manifest(Experiment.of_written(written, str(file)), manifest)
     if objective is None:
-        rule = f"{file} does not say what it predicts: {OBJECTIVES_OF_OTHERS}"
+        rule = f"{file} does not contain it: {OBJECTIVES_OF_OTHERS}"
         raise ValueError(f"objective must be given, {rule}")
     check_choice("objective", objective, tuple(OBJECTIVES))
     weights = read_weights(file, shapes_only=True)
@@ -60,20 +59,20 @@ def read_weights_file(file: Path, objective: str | None, latents: str | None = N
     sizes = sizes_of(weights, SIDE if described is None else described.shape[1])
     sizes |= classes_of(weights, None if described is None else described.num_classes)
     keys = [f"{key}={value}".lower() for key, value in sizes.items()]
-    # A file of TREAD may have been trained with routes, which sparse guidance takes.
+    # A network of TREAD may have been trained with routes, which sparse guidance needs.
     is_lightning = sizes["model/block"] == "lightning"
     model = "tread" if objective in ("edm", "flow") or is_lightning else "dit"
     model = "dit" if sizes["model.depth"] < MIN_ROUTED_DEPTH else model
     model = "sprint" if sizes["model/block"] == "sprint" else model
     experiment = Experiment.compose([f"model={model}", "data=synthetic", *OBJECTIVES[objective], *keys])
     shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))
-    # Which classes have latents in this folder says nothing about the classes in the training of the network.
+    # The network may have been trained on classes that have no latents in this folder.
     if described is not None:
         return _with_manifest(experiment, asdict(replace(described, untrained_classes=())))
     if sizes["data.in_channels"] != CHANNELS:
         raise ValueError(
-            f"{file} takes latents of {sizes['data.in_channels']} channels, not those of {ENCODER}: "
-            "give latents=FOLDER, whose manifest says how they are scaled"
+            f"{file} takes latents of {sizes['data.in_channels']} channels, which {ENCODER} does not make: "
+            "give latents=FOLDER, whose manifest has their scale"
         )
     manifest = LatentManifest(
         1, shape, "float32", "samples", sizes["data.num_classes"], ENCODER, scale=SCALE, std=1.0
@@ -86,19 +85,19 @@ def _with_manifest(experiment: Experiment, manifest: Any) -> Experiment:
 
 
 def carries_configuration(file: Path) -> bool:
-    """True for a file of `builders.export`."""
+    """True if a file is from `builders.export`."""
     return CONFIG in metadata_in(file)
 
 
 def precond_of(file: Path, objective: str | None) -> Node:
-    """The preconditioning that a network in a file was trained in: its run's, unless given."""
+    """Return the preconditioning of a file's network; its run's if no objective is given."""
     if objective is None:
         return _own_experiment(file).precond_node
     return Experiment.compose(["data=synthetic", *OBJECTIVES[objective]]).precond_node
 
 
 def num_heads_of(weights: Weights, objective: str | None) -> int | None:
-    """The run's number of attention heads, or that of published networks of this width; None for others."""
+    """Return the number of attention heads, from the run or the published width; None if unknown."""
     if objective is None:
         return _own_experiment(weights.file).model_node.arguments.get("num_heads")
     embedding = weights.tensors.get("x_embedder.proj.weight")
@@ -112,16 +111,16 @@ def _own_experiment(file: Path) -> Experiment:
 
 
 def sizes_of(weights: Weights, side: int) -> dict[str, Any]:
-    """The keys of a configuration that shapes of a DiT determine.
+    """Return the keys of a configuration that the shapes of a DiT determine.
 
     Args:
-        side: of the latents of SPRINT, whose networks have no position table to tell it.
+        side: side of the latents for SPRINT, whose networks have no position table.
 
     Raises:
-        ValueError: they are not those of a DiT of a published width.
+        ValueError: the shapes do not belong to a DiT of a published width.
     """
     file, shapes = weights.file, {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
-    is_sprint = "rejoins.0.mask_token" in shapes  # by the name that `training.sprint` gives it
+    is_sprint = "rejoins.0.mask_token" in shapes  # as renamed by `training.sprint`
     try:
         hidden_size, in_channels, patch_size, _ = shapes["x_embedder.proj.weight"]
         num_outputs = shapes["final_layer.linear.weight"][0]
@@ -145,24 +144,24 @@ def sizes_of(weights: Weights, side: int) -> dict[str, Any]:
 
 
 def classes_of(weights: Weights, num_described: int | None) -> dict[str, Any]:
-    """The keys that a table of labels determines. Public code has a row for the null class only where that
-    class is trained.
+    """Return the keys that a table of labels determines. In public code it has a row for the null class only
+    if that class was trained.
 
     Args:
-        num_described: classes in the manifest of latents, if given.
+        num_described: number of classes in the manifest of the latents; None: unknown.
 
     Raises:
-        ValueError: the number of rows fits neither, or is as likely that of the classes alone.
+        ValueError: the number of rows does not fit the classes, or does not tell if there is a null class.
     """
     table = weights.tensors.get(LABEL_TABLE)
-    if table is None:  # unconditional, whatever a script's arguments have as default
+    if table is None:  # unconditional, even if the file has a number of classes
         return {"data.num_classes": 0}
     num_rows = table.shape[0]
     declared = num_described if weights.num_classes is None else weights.num_classes
     if declared is None and num_rows % 10 == 0:
         raise ValueError(
             f"{weights.file}: {num_rows} rows of labels are {num_rows} classes, or {num_rows - 1} and the "
-            "null class, and the file does not say which: give latents=FOLDER, whose manifest has num_classes"
+            "null class: give latents=FOLDER, whose manifest has num_classes"
         )
     num_classes = num_rows - 1 if declared is None else declared
     if num_rows - num_classes not in (0, 1):

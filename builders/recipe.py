@@ -1,7 +1,7 @@
-"""The recipe of data=latents: network, steps and intervals that fit the entries, their shape and the device.
+"""The recipe of data=latents: network, steps and intervals for a data set and a device.
 
-It is chosen when a run is started; a run that has results resumes with what its own config.yaml says, on any
-machine. Rules of thumb, not findings: the published recipes are those of data=imagenet256.
+The recipe is chosen when a run starts. A run that has results resumes with the values in its config.yaml, on
+any machine. These are rules of thumb; data=imagenet256 has the published recipes.
 """
 
 import os
@@ -18,25 +18,25 @@ from training.run_folder import RunFolder
 
 LATENTS = "data.open_latents"
 NUM_TOKENS = 256
-# From so many entries on: width, depth, heads; those of tiny on a CPU, of S, B and XL on a GPU.
+# (smallest number of entries, (width, depth, heads)): tiny on a CPU; S, B and XL on a GPU.
 SIZES = {
     "cpu": ((0, (128, 8, 4)),),
     "cuda": ((0, (384, 12, 6)), (100_000, (768, 12, 12)), (1_000_000, (1152, 28, 16))),
 }
 BATCH_SIZE = {"cpu": 32, "cuda": 256}
-BATCHES_AN_EPOCH = 8  # at least: small sets get small batches
-STEPS_ON_CPU = 1200  # about ten minutes of two cores
+BATCHES_AN_EPOCH = 8  # at least, so that small data sets get small batches
+STEPS_ON_CPU = 1200  # about ten minutes on two cores
 EPOCHS, MIN_STEPS, MAX_STEPS, ROUNDED_TO = 300, 5000, 400_000, 1000
-# Learning rate and betas of AdamW: those of the digits for networks so narrow, else of the published sizes.
+# Learning rate and betas of AdamW: for widths up to NARROW as for data=digits, for others as published.
 NARROW, OF_NARROW, OF_OTHERS = 128, (1e-3, [0.9, 0.99]), (1e-4, [0.9, 0.999])
-LONG, DECAY, DECAY_OF_SHORT = 10_000, 0.9999, 0.999  # steps; of the averaged weights
+LONG, DECAY, DECAY_OF_SHORT = 10_000, 0.9999, 0.999  # steps; EMA decay of longer and of other trainings
 MAX_INTERVAL = 5000
 
 
 def recipe(key: str, *, _root_: DictConfig) -> Any:
-    """The value of a key: the one in the run in `output_dir` if it has results, else one that fits."""
+    """Choose the value of a key; a run in `output_dir` that has results keeps its value."""
     if _root_.data.get("_target_") != LATENTS:
-        raise ValueError("model/size=auto and optimizer=adamw_latents need latents, as those of data=latents")
+        raise ValueError("model/size=auto and optimizer=adamw_latents need data=latents")
     run = RunFolder(_root_.output_dir)
     if run.has_results():
         run.check_complete()
@@ -47,18 +47,18 @@ def recipe(key: str, *, _root_: DictConfig) -> Any:
 
 
 def patch_size(input_size: int) -> int:
-    """The side of patches that leaves about NUM_TOKENS of them."""
+    """Choose the patch size that gives about NUM_TOKENS tokens."""
     sides = [side for side in range(1, input_size + 1) if input_size % side == 0]
     return min(sides, key=lambda side: abs(log((input_size / side) ** 2 / NUM_TOKENS)))
 
 
 def network(manifest: LatentManifest) -> tuple[int, int, int]:
-    """Width, depth and heads."""
+    """Choose width, depth and heads."""
     return [size for least, size in SIZES[device_type()] if least <= manifest.num_trained][-1]
 
 
 def batch_size(manifest: LatentManifest) -> int:
-    """A power of two, or the next multiple of the number of processes."""
+    """Choose a power of two, rounded up to a multiple of the number of processes."""
     most = max(1, manifest.num_trained // BATCHES_AN_EPOCH)
     power = min(BATCH_SIZE[device_type()], 1 << (most.bit_length() - 1))
     num_processes = int(os.environ.get("WORLD_SIZE", "1"))
@@ -66,7 +66,7 @@ def batch_size(manifest: LatentManifest) -> int:
 
 
 def total_steps(root: DictConfig, manifest: LatentManifest) -> int:
-    """Minutes of steps on a CPU, EPOCHS on a GPU."""
+    """Choose STEPS_ON_CPU on a CPU, or the steps of EPOCHS on a GPU."""
     if device_type() == "cpu":
         return STEPS_ON_CPU
     steps = EPOCHS * manifest.num_trained / root.train.batch_size
@@ -74,17 +74,17 @@ def total_steps(root: DictConfig, manifest: LatentManifest) -> int:
 
 
 def interval(root: DictConfig, times: int) -> int:
-    """An interval that divides the training, except for long ones."""
+    """Divide the training into `times` intervals of at most MAX_INTERVAL steps."""
     return max(1, min(MAX_INTERVAL, root.train.total_steps // times))
 
 
 def sample_every(root: DictConfig, manifest: LatentManifest) -> int | None:
-    """None where the encoder would have to be downloaded: training needs none."""
+    """Choose the interval of pictures; None if the encoder would have to be downloaded."""
     return interval(root, 8) if is_at_hand(root.data.encoder or manifest.encoder) else None
 
 
 def optimizer(root: DictConfig) -> tuple[float, list[float]]:
-    """Learning rate and betas."""
+    """Choose learning rate and betas."""
     return OF_NARROW if root.model.hidden_size <= NARROW else OF_OTHERS
 
 

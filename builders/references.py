@@ -1,4 +1,4 @@
-"""References to score against: of the training images of latents, or made from images."""
+"""References for scores: the training images of a latent folder, or statistics of images."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,10 @@ MAX_REFERENCE_BYTES = 2**33
 
 
 def reference_of(dataset: LatentDataset, encoder: Any, name: str) -> Reference:
-    """Take the training images of latents as reference, and the held-out ones to compare with."""
+    """Build a reference of the training images of latents, with the held-out images for comparison."""
     one, _ = real_images(dataset, dataset.train_ids[:1], encoder)
     if one.nbytes * len(dataset.train_ids) > MAX_REFERENCE_BYTES:
-        raise ValueError(f"{name} has too many images to decode them all: score against a file of statistics")
+        raise ValueError(f"{name} has too many images to decode them all: give a file of statistics instead")
     images, labels = real_images(dataset, dataset.train_ids, encoder)
     ids = dataset.held_out_ids
     held_out = real_images(dataset, ids, encoder) if len(ids) > 1 else None
@@ -35,14 +35,14 @@ def reference_of(dataset: LatentDataset, encoder: Any, name: str) -> Reference:
 
 
 def of_latents(path: str) -> Reference:
-    """The training images of a folder of latents."""
+    """Build a reference of the training images of a latent folder."""
     manifest = read_manifest(path)
     dataset = open_latents(path, manifest.input_size, manifest.in_channels, manifest.num_classes)
     return reference_of(dataset, encoder_for(manifest, torch.device("cpu")), f"reference={path}")
 
 
 def write_reference(request: "ScoreConfig", suite: dict[str, Any], launch: Launch) -> None:
-    """Write a reference from images, with a record beside it; the keys of a suite choose the network."""
+    """Write a reference of images and its record; the suite's keys choose the Inception network."""
     source, file, resolution = Path(str(request.images)), Path(str(request.out)), request.resolution
     images = open_images(source, resolution)
     if images.count < 2 or images.shape[-1] != 3:
@@ -54,12 +54,12 @@ def write_reference(request: "ScoreConfig", suite: dict[str, Any], launch: Launc
         key["batch_size"] = batch_size = suite["batch_size"]
         path = request.features_folder(file) / f"reference-{digest_of(key)}"
         cache = new_cache(images, path, key, batch_size)
-        found = make_reference(detector, images, file, batch_size, launch, cache)
+        summary = make_reference(detector, images, file, batch_size, launch, cache)
         if launch.is_main:
             origin = {"path": str(source), "sha256": fingerprint(source), "resolution": resolution}
             origin |= {"orientation": None if source.suffix == ".npz" else ORIENTATION}
-            record = {**found, "sha256": sha256(file), "images": origin, "weights": detector.record}
+            record = {**summary, "sha256": sha256(file), "images": origin, "weights": detector.record}
             record |= {"num_processes": launch.world_size, "environment": environment(launch.device)}
             write_json(beside, record)
             print(f"reference {file}\nrecord {beside}")
-            cache.remove()  # the reference has what they add up to
+            cache.remove()  # the reference contains their sums

@@ -1,4 +1,4 @@
-"""Rules across groups of a training configuration, and of data and evaluation before they are opened."""
+"""Rules across groups of a training configuration, and rules of data and evaluation."""
 
 import math
 from pathlib import Path
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 RECONSTRUCTS = "diffusion.EDMPrecond"
 COUNTS = {"data.num_entries", "data.num_components", "data.num_images", "evaluation.batch_size"}
 DRAWN_DATA = ("data.synthetic", "data.mixture")
-# Option of model/routes that each routed method is known for.
+# The published option of model/routes of each routed method.
 ROUTES = {"tread": "paper", "sprint": "sprint"}
 METHODS = ("dit", *ROUTES)
 DECODINGS = ("rounded", "official")
 LABELS = ("random", "balanced")  # of samples
 MAY_BE_INFINITE = ("sampler.S_max", math.inf)
-NUM_SEEDS = 2**32  # that the CPU's generator distinguishes
-MAX_SYNTHETIC = 2**28  # numbers of random latents: 1 GiB
+NUM_SEEDS = 2**32  # different seeds of the CPU's generator
+MAX_SYNTHETIC = 2**28  # numbers in random latents: 1 GiB
 
 
 def check_rules(experiment: "Experiment", num_processes: int) -> None:
@@ -32,7 +32,7 @@ def check_rules(experiment: "Experiment", num_processes: int) -> None:
         if not value.strip():
             raise ValueError(f"{key}='{value}' must not be empty")
     if name.is_absolute() or ".." in name.parts:
-        raise ValueError(f"run_name={name} must be a name below runs/: output_dir sets any other place")
+        raise ValueError(f"run_name={name} must be a name below runs/: set output_dir for another folder")
     if not 0 <= experiment.seed < NUM_SEEDS:
         raise ValueError(f"seed={experiment.seed} must not be negative, and less than {NUM_SEEDS}")
     if train.batch_size % ((train.micro_batch_size or 1) * num_processes):
@@ -89,14 +89,14 @@ def _check_evaluation(evaluation: dict[str, Any], train: TrainConfig) -> None:
 
 
 def check_finite(config: dict[str, Any]) -> None:
-    """Raise a ValueError where a number of a configuration is not finite."""
+    """Raise a ValueError if a number of a configuration is not finite."""
     for key, value in walk(config):
         if isinstance(value, float) and not (math.isfinite(value) or (key, value) == MAY_BE_INFINITE):
             raise ValueError(f"{key}={value} must be a finite number")
 
 
 def _check_drawn(data: dict[str, Any]) -> None:
-    """Raise a ValueError unless as many random latents can be drawn."""
+    """Raise a ValueError unless random latents of this number and size fit into memory."""
     count, num_held_out = data["num_entries"], data["num_held_out"]
     if count * data["in_channels"] * data["input_size"] ** 2 > MAX_SYNTHETIC:
         raise ValueError(f"data.num_entries={count} must give at most {MAX_SYNTHETIC} numbers in memory")
@@ -108,6 +108,6 @@ def check_latents(experiment: "Experiment") -> None:
     """Raise a ValueError unless the network fits the latents and the classes of the data."""
     net, shape, num_classes = experiment.meta_net, experiment.latent_shape, experiment.num_classes
     if net.latent_shape != shape:
-        raise ValueError(f"the model takes latents of {net.latent_shape}, those of the data are {shape}")
+        raise ValueError(f"the model takes latents of {net.latent_shape}, but the data have {shape}")
     if net.num_classes != num_classes:
         raise ValueError(f"model.num_classes={net.num_classes} must be data.num_classes={num_classes}")

@@ -1,4 +1,4 @@
-"""Open a run to sample from, and check what `sample.py` and `fid.py` ask of it.
+"""Open a run for sampling, and check the requests of `sample.py` and `fid.py`.
 
 A run opens in three lines:
 
@@ -34,44 +34,44 @@ from training.checkpoint import find_checkpoint
 from training.run_folder import RunFolder
 from training.weights import find_mismatch, load_weights, read_weights
 
-MAX_TOKENS = 2**16  # of 4096x4096 pixels, at a factor of 8 and in patches of 2
+MAX_TOKENS = 2**16  # 4096x4096 pixels with an autoencoder of factor 8 and patches of 2
 GROUPS = ("sampler", "guidance")
-# All that changes a sample.
+# The keys that change a sample.
 SETTINGS = (*(option.name for option in fields(DrawOptions)), "decoding", *GROUPS)
-NAMED = {"num_steps": None, "guidance_scale": None}  # keys that have words of their own in a name
+NAMED = {"num_steps": None, "guidance_scale": None}  # keys with a separate part in the name of a file
 
 
 @dataclass
 class SamplingConfig:
-    """What is drawn from a run; None means: as in the run."""
+    """The samples to draw. None: the run's value."""
 
     run: str | None = None
-    checkpoint: str | None = None  # a step, a name or a path; None: the newest; or, without run, a file
-    objective: str | None = None  # of a file of other code: edm, flow, sit or ddpm
-    latents: str | None = None  # of a file of other code: a folder of its latents; None: sd-vae-ft-ema's
+    checkpoint: str | None = None  # a step, a name or a path; None: the newest; without run: a file
+    objective: str | None = None  # for a file of other code: edm, flow, sit or ddpm
+    latents: str | None = None  # for a file of other code: a latent folder; None: sd-vae-ft-ema
     num_samples: int | None = None
-    batch_size: int | None = None  # images drawn together, a part; None: by memory
+    batch_size: int | None = None  # number of images per part; None: chosen by memory
     first_seed: int = 0
-    labels: str = "random"  # drawn from the seeds; or balanced, the classes in turn
-    class_label: int | None = None  # this class alone, in place of labels
+    labels: str = "random"  # random (from the seeds) or balanced (the classes in turn)
+    class_label: int | None = None  # draw only this class
     guidance_scale: float | None = None
     num_steps: int | None = None
     sampler: dict[str, Any] = field(default_factory=dict)  # chosen as sampler=OPTION
     guidance: dict[str, Any] = field(default_factory=dict)
-    mixed_precision: str = "auto"  # of the network: bf16 where the device is fast at it; or no, bf16
-    compile: str = "auto"  # the blocks, where that saves more time than it takes; or true, false
+    mixed_precision: str = "auto"  # precision of the network: auto (bf16 if it is faster), no or bf16
+    compile: str = "auto"  # compile blocks: auto (if it saves time), true or false
     decoding: str | None = None  # rounded or official
-    encoder: str | None = None  # where the encoder of the latents is found; None: where their manifest says
+    encoder: str | None = None  # name or folder of the autoencoder; None: as in the manifest of the latents
     allow_other_encoder: bool = False
 
     @property
     def name(self) -> str:
-        """The run or the file of weights, as messages call it."""
+        """The run or the file of weights, for messages."""
         return f"run={self.run}" if self.run else f"checkpoint={self.checkpoint}"
 
     @property
     def folder(self) -> Path:
-        """Folder of results unless requested otherwise: the run, or a folder beside the file of weights."""
+        """The default folder of results: the run, or a folder next to the file of weights."""
         return Path(self.run or f"{self.checkpoint}.drawn")
 
 
@@ -80,7 +80,7 @@ T = TypeVar("T", bound=SamplingConfig)
 
 @dataclass
 class SampleConfig(SamplingConfig):
-    """What `sample.py` can be asked."""
+    """The keys of `sample.py`."""
 
     num_samples: int | None = 100
     out: str | None = None  # None: inside the run
@@ -90,16 +90,16 @@ class SampleConfig(SamplingConfig):
 
 @dataclass(frozen=True)
 class OpenedRun:
-    """A run, or a file of weights, that is ready to be sampled from; `precond` is in eval mode."""
+    """A run or a file of weights, ready for sampling; `precond` is in eval mode."""
 
     path: Path
     experiment: Experiment
     weights: Path  # the file of the averaged weights
-    entry: str | None  # of that file, None: its top
+    entry: str | None  # entry of that file; None: its top level
     precond: Precond
     sampler: Callable[..., torch.Tensor]
     guidance: Guidance
-    weak: dict[Path, Experiment]  # of networks that guidance has beside, by their weights
+    weak: dict[Path, Experiment]  # weights of the weak networks of guidance -> their experiments
 
 
 def open_run(
@@ -109,7 +109,7 @@ def open_run(
 
     Args:
         checkpoint: a step, a name or a path; None: the newest.
-        guided: False: open the network alone, without the run's guidance.
+        guided: False: open the network without the run's guidance.
     """
     experiment = read_run(path)
     if not guided:
@@ -118,13 +118,13 @@ def open_run(
 
 
 def _weights_of(run: Path, checkpoint: str | None, launch: Launch) -> Path:
-    # The first rank chooses: a run that still trains may save in between.
+    # The first rank chooses: a run that still trains may save a new checkpoint at any time.
     chosen = launch.broadcast_from_main(partial(find_checkpoint, run, checkpoint))
     return chosen / "ema.safetensors"
 
 
 def open_weights(path: Path, experiment: Experiment, weights: Path, launch: Launch) -> OpenedRun:
-    """Load a file of weights as the network of an experiment."""
+    """Load a file of weights into the network of an experiment."""
     net, entry = load_net(experiment, weights)
     precond, weak = experiment.precond(net.to(launch.device)).eval(), {}
 
@@ -138,11 +138,10 @@ def open_weights(path: Path, experiment: Experiment, weights: Path, launch: Laun
 
 
 def read_request(request: T) -> tuple[T, Experiment]:
-    """Check what is requested to be drawn, before any device is touched.
+    """Check a request for samples, before any device is touched.
 
     Returns:
-        The request, completed from its run or its file of weights, and the experiment with the requested
-        sampler and guidance.
+        The request, completed by its run or file, and the experiment with the requested sampler and guidance.
     """
     experiment = read_source(request)
     keys = complete(request, experiment)
@@ -154,7 +153,7 @@ def read_request(request: T) -> tuple[T, Experiment]:
         if all(getattr(request, key) in (None, {}) for key in (*GROUPS, *NAMED)):
             where = f"{request.run}/config.yaml" if request.run else request.name
             raise ValueError(f"{where}: {error}") from error
-        # These two keys by their names on the command line.
+        # Messages have the names of these two keys on the command line.
         message = re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
         raise ValueError(message) from error
     if request.run is not None:
@@ -165,7 +164,7 @@ def read_request(request: T) -> tuple[T, Experiment]:
 def open_model(
     request: SamplingConfig, experiment: Experiment, launch: Launch
 ) -> tuple[ImageModel, str, dict[str, Any]]:
-    """Open what draws the requested images; return it with their name and the record of their making."""
+    """Open the model that draws the requested images; return it with a name and a record for them."""
     path = weights = Path(request.run or str(request.checkpoint))
     if request.run is not None:
         weights = _weights_of(path, request.checkpoint, launch)
@@ -181,14 +180,14 @@ def open_model(
     sizes = {key: data[key] for key in ("input_size", "in_channels", "num_classes")}
     manifest.check_sizes(request.latents or str(run.path), **sizes)
     official = request.decoding == "official"
-    place = request.encoder or data.get("encoder")
+    encoder_name = request.encoder or data.get("encoder")
     options = {"allow_other": request.allow_other_encoder, "official": official}
-    encoder = encoder_for(manifest, launch.device, place, **options)
+    encoder = encoder_for(manifest, launch.device, encoder_name, **options)
     decode, classes = image_decoder(manifest, encoder, official), manifest.trained_classes
     parts = (run.precond, run.sampler, run.guidance, decode, launch.device, classes, manifest.class_names)
-    networks = [  # what weights do not tell
-        {key: each.written[key] for key in ("model", "diffusion")}
-        for each in (experiment, *run.weak.values())
+    networks = [  # not determined by the weights
+        {key: source.written[key] for key in ("model", "diffusion")}
+        for source in (experiment, *run.weak.values())
     ]
     record = {
         **{key: getattr(request, key) for key in SETTINGS},
@@ -201,7 +200,7 @@ def open_model(
         "data": experiment.details["data"],
         "encoder": {"name": encoder.name, "weights_hash": encoder.weights_hash},
         "weights_entry": entry,
-        "weights_sha256": sha256(run.weights),  # now: a run that still trains removes old checkpoints
+        "weights_sha256": sha256(run.weights),  # now, because a run that still trains removes old checkpoints
         "weak_weights": {str(file): sha256(file) for file in run.weak},
     }
     return ImageModel(*parts), _name(run, request), record
@@ -223,7 +222,7 @@ def read_source(request: SamplingConfig) -> Experiment:
 
 
 def read_run(path: str | Path) -> Experiment:
-    """Read the experiment, with its manifest, of a run that was started, which may come from anywhere."""
+    """Read the experiment and the manifest of a run from an untrusted folder."""
     run = RunFolder(path)
     experiment, details = Experiment.of_run(run), run.manifest()
     if not isinstance(details.get("data"), dict) or not isinstance(details["data"].get("manifest"), dict):
@@ -232,32 +231,32 @@ def read_run(path: str | Path) -> Experiment:
 
 
 def load_net(experiment: Experiment, weights: Path) -> tuple[Backbone, str | None]:
-    """Build the network of a run with its weights; return it with their entry in the file."""
+    """Build a network with its weights; return it with the entry of the weights in the file."""
     check_shapes(experiment, weights)
     net = experiment.net()
     return net, load_weights(net, weights)["entry"]
 
 
 def check_shapes(experiment: Experiment, file: Path) -> None:
-    """Check the network of an experiment against the shapes in its weights, before it takes memory."""
+    """Compare the network of an experiment with the shapes of its weights, before it takes memory."""
     weights = read_weights(file, shapes_only=True)
     depth = experiment.model_node.arguments.get("depth", 1)
     if depth > len(weights.tensors):
-        raise ValueError(f"{file} holds {len(weights.tensors)} tensors, not those of model.depth={depth}")
+        raise ValueError(f"{file} holds {len(weights.tensors)} tensors, fewer than model.depth={depth} needs")
     try:
         net = experiment.meta_net
-    except ValueError as error:  # keys that the file determines
+    except ValueError as error:  # the file determines the keys
         raise ValueError(f"{file}: {error}") from error
     if net.num_tokens > MAX_TOKENS:
         raise ValueError(
-            f"{file}: {net.num_tokens} tokens of latents {net.latent_shape} are more than {MAX_TOKENS}"
+            f"{file}: {net.num_tokens} tokens of latents {net.latent_shape}, must be at most {MAX_TOKENS}"
         )
     if mismatch := find_mismatch(net, weights):
         raise ValueError(f"{file}: weights do not match the model: {mismatch}")
 
 
 def complete(request: T, experiment: Experiment) -> T:
-    """Check a request, and take what it leaves open from the configuration of its run."""
+    """Check a request, and complete it with the configuration of its run."""
     if (num_samples := request.num_samples) is None:
         raise ValueError("num_samples=null must be a number")
     check_positive("num_samples", num_samples)
@@ -281,8 +280,12 @@ def complete(request: T, experiment: Experiment) -> T:
     check_choice("decoding", decoding, DECODINGS)
     groups = {group: getattr(request, group) or experiment.written[group] for group in GROUPS}
     for group, key in (("sampler", "num_steps"), ("guidance", "guidance_scale")):
-        if (value := getattr(request, key)) is not None:
-            groups[group] = {**groups[group], key: value}
+        if (value := getattr(request, key)) is None:
+            continue
+        if key not in groups[group]:  # dopri5 chooses its steps
+            keys = ", ".join(f"{group}.{name}" for name in groups[group] if name != "_target_")
+            raise ValueError(f"{key}={value} does not apply to this {group}, which has no {key}: set {keys}")
+        groups[group] = {**groups[group], key: value}
     if (weak := groups["guidance"]).get("weak_checkpoint") is not None and weak["weak_run"] is None:
         groups["guidance"] = {**weak, "weak_run": request.run}
     return replace(request, mixed_precision=precision, compile=compiled, decoding=decoding, **groups)

@@ -1,7 +1,6 @@
-"""The schema of a training: its keys, their types and defaults. Those of other programs are beside them.
+"""The schema of a training: keys, types and defaults. Other programs have their schemas in their own modules.
 
-Groups of plain numbers have a dataclass here. A group with a `_target_` is checked against the signature of
-what it names: the signature is the schema.
+Groups of plain values have a dataclass here. The signature of a `_target_` is the schema of its group.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ POSITIVE_OR_NULL = ("micro_batch_size", "grad_clip", "eval_every", "sample_every
 POSITIVE_OR_NULL += ("max_time_sec",)
 PRECISIONS = ("auto", "no", "bf16")
 SWITCH = ("auto", "true", "false")
-# What a network of other code was trained for, as options of train.py.
+# Objectives of networks of other code, as options of train.py.
 OBJECTIVES = {
     "edm": ("diffusion=edm",),
     "flow": ("diffusion=flow",),
@@ -28,14 +27,14 @@ OBJECTIVES_OF_OTHERS = "edm or flow (TREAD), ddpm (DiT), sit (SiT, LightningDiT)
 
 @dataclass
 class TrainConfig:
-    """Scalars of the loop; training/README.md has the table."""
+    """Keys of the training loop; training/README.md explains them."""
 
     total_steps: int = MISSING
-    batch_size: int = MISSING  # global, over all processes and micro-batches
+    batch_size: int = MISSING  # images per step, over all processes and micro-batches
     micro_batch_size: int | None = None  # None: batch_size / number of processes
     mixed_precision: str = "auto"
     compile: str = "auto"
-    keep_freed_memory: str = "auto"  # on a CPU; does not change results
+    keep_freed_memory: str = "auto"  # on a CPU; results do not change
     grad_clip: float | None = None
     log_every: int = 50
     save_every: int = MISSING
@@ -46,18 +45,18 @@ class TrainConfig:
     max_time_sec: float | None = None
     max_skipped_steps: int = 10
     num_workers: int = 0
-    check_resources: bool = True  # refuse to start without the memory, the disk or the time
-    check_speed: bool = True  # compare the routes with their FLOPs, once, after the first checkpoint
+    check_resources: bool = True  # refuse runs that need more memory, disk or time than is free
+    check_speed: bool = True  # compare the speedup with the FLOPs once, after the first checkpoint
     init_from: str | None = None
-    init_from_objective: str | None = None  # edm, flow, sit or ddpm: what weights of other code predict
-    init_from_label_table: bool = True  # false: of other classes, drawn anew
+    init_from_objective: str | None = None  # edm, flow, sit or ddpm, for weights of other code
+    init_from_label_table: bool = True  # false: do not load the table of labels
     masked_loss: bool = False
-    kept_tokens_only: bool = False  # an ablation: the loss of the tokens that every route kept
-    reconstruction_weight: float = 0.0  # with it: of the other tokens, as masked training has it
+    kept_tokens_only: bool = False  # an ablation: the loss of the tokens that all routes kept
+    reconstruction_weight: float = 0.0  # with kept_tokens_only: of the other tokens, as in masked training
 
 
 def check_train(train: TrainConfig) -> None:
-    """Check the scalars of the loop, and normalise the case of words."""
+    """Check the keys of the training loop, and convert options to lower case."""
     for key in POSITIVE:
         check_positive(f"train.{key}", getattr(train, key))
     for key in POSITIVE_OR_NULL:
@@ -69,15 +68,15 @@ def check_train(train: TrainConfig) -> None:
     if (objective := train.init_from_objective) is not None:
         check_choice("train.init_from_objective", objective, tuple(OBJECTIVES))
         if not train.init_from:
-            raise ValueError(f"train.init_from_objective={objective} has no meaning without train.init_from")
+            raise ValueError(f"train.init_from_objective={objective} does not apply without train.init_from")
     if not train.init_from_label_table and not train.init_from:
-        raise ValueError("train.init_from_label_table=false has no meaning without train.init_from")
+        raise ValueError("train.init_from_label_table=false does not apply without train.init_from")
     check_not_negative("train.num_workers", train.num_workers)
 
 
 @dataclass
 class RoutingConfig:
-    """What the routes do over a training; routing.RoutePlan explains and checks these keys."""
+    """Schedule of the routes; `routing.RoutePlan` explains and checks these keys."""
 
     schedule: str = "constant"
     start_factor: float | None = None
@@ -89,16 +88,16 @@ class RoutingConfig:
 
 @dataclass
 class Config:
-    """Root of the training configuration."""
+    """Root of the configuration of a training."""
 
     method: str = MISSING  # set by the model group
     run_name: str = MISSING
     output_dir: str = MISSING
-    wait: bool = False  # for another process that holds output_dir
+    wait: bool = False  # wait for another process that holds output_dir
     seed: int = 0
-    sweep_metric: str | None = None  # what a sweeper is told of a finished run: its newest value
-    decoding: str = "rounded"  # of samples, from latents to bytes; or official, as the public TREAD code
-    data: dict[str, Any] = field(default_factory=dict)  # before the model, which takes its sizes from here
+    sweep_metric: str | None = None  # a sweeper gets the newest value of this metric
+    decoding: str = "rounded"  # of samples to bytes: rounded, or official as in the public TREAD code
+    data: dict[str, Any] = field(default_factory=dict)  # before the model, which takes sizes from the data
     model: dict[str, Any] = field(default_factory=dict)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     diffusion: dict[str, Any] = field(default_factory=dict)

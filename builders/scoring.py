@@ -1,4 +1,4 @@
-"""Suites of metrics, and the request of `fid.py`: its samples, its reference, and the table of scores."""
+"""Suites of metrics, and the requests of `fid.py`: samples, references and the table of scores."""
 
 import zipfile
 from dataclasses import dataclass, fields, replace
@@ -28,49 +28,49 @@ from runtime.parts import PartCache, digest_of
 
 @dataclass
 class ScoreConfig(SamplingConfig):
-    """What `fid.py` can be asked."""
+    """The keys of `fid.py`."""
 
-    mode: str = "score"  # or reference: make one from images
-    suite: str = "adm"  # or digits, glyphs: a file of configs/evaluation/
+    mode: str = "score"  # score, or reference: make a reference from images
+    suite: str = "adm"  # adm, digits, glyphs: a file of configs/evaluation/
     samples: str | None = None  # an .npz, a folder or a zip
     reference: str | None = None
     images: str | None = None
     resolution: int | None = None
-    out: str | None = None  # None: beside the samples, or inside the run
-    weights: str | None = None  # None, here and below: as in the file of the suite
+    out: str | None = None  # None: next to the samples, or in the run
+    weights: str | None = None  # None, here and below: the value in the file of the suite
     allow_unpublished_weights: bool | None = None
     precision_recall: bool | None = None
     exact_distances: bool | None = None
     kid: bool | None = None
     detector_batch_size: int | None = None
-    features: str | None = None  # a folder for finished parts of features; None: beside the scores
+    features: str | None = None  # a folder for finished parts of features; None: next to the scores
     overwrite: bool = False
 
     def features_folder(self, out: Path) -> Path:
-        """Folder of finished parts of features."""
+        """Return the folder of finished parts of features."""
         folder = Path(self.features or out.parent / "features")
         for key, source in (("samples", self.samples), ("images", self.images)):
             if source and folder.resolve().is_relative_to(Path(source).resolve()):
                 raise ValueError(f"features={folder} must not be inside {key}={source}")
         if folder.is_symlink() and not self.features:
-            raise ValueError(f"{folder} is a link, which may lead anywhere: give features=FOLDER")
+            raise ValueError(f"{folder} is a link, must be a folder: give features=FOLDER")
         return folder
 
 
 SAMPLING_KEYS = {field.name for field in fields(SamplingConfig)} - {"num_samples"}
-# Keys that apply to a request besides those of a suite, and of these the keys that it needs.
+# request -> the keys that apply, besides the keys of a suite, and the keys that must be given
 KEYS = {
     "scoring samples in files": ({"suite", "num_samples"}, ("reference", "samples")),
     "scoring a network": ({"suite", "num_samples", *SAMPLING_KEYS}, ("reference",)),
     "mode=reference": ({"resolution"}, ("images", "out")),
 }
-# Keys of a suite that can be set on the command line, by their names in its file.
+# Name in the file of a suite -> key on the command line.
 SAME_KEYS = ("weights", "allow_unpublished_weights", "precision_recall", "exact_distances", "kid")
 SUITE_KEYS = {key: key for key in SAME_KEYS} | {"batch_size": "detector_batch_size"}
 
 
 def build_suite(node: Node, reference: Reference, launch: Launch, features: Path | None = None) -> Suite:
-    """Build a suite, with the detector and the metrics that it names, if any."""
+    """Build a suite with its detector and metrics, if it has any."""
     parts = {}
     if "detector" in node.arguments:
         parts["detector"] = as_node(node.arguments["detector"], "evaluation.detector").bind()()
@@ -83,7 +83,7 @@ def build_suite(node: Node, reference: Reference, launch: Launch, features: Path
 
 
 def suite_node(request: ScoreConfig) -> Node:
-    """Compose the requested suite with its keys of the command line."""
+    """Compose the requested suite with the keys of the command line."""
     node = compose_group("evaluation", request.suite, "suite")
     if "_target_" not in node:
         raise ValueError(f"suite={request.suite} must name a _target_")
@@ -95,10 +95,10 @@ def suite_node(request: ScoreConfig) -> Node:
 
 
 def check_request(request: ScoreConfig) -> tuple[ScoreConfig, Node, Experiment | None]:
-    """Check that the keys that are given belong together.
+    """Check that the given keys belong together.
 
     Returns:
-        The request, completed, its suite, and the experiment that samples are drawn from, if any are.
+        The completed request, its suite, and the experiment that draws samples; None for samples in files.
     """
     check_choice("mode", request.mode, ("score", "reference"))
     suite = suite_node(request)
@@ -108,7 +108,7 @@ def check_request(request: ScoreConfig) -> tuple[ScoreConfig, Node, Experiment |
     keys, needed = KEYS[what]
     for field in fields(ScoreConfig):
         key, value = field.name, getattr(request, field.name)
-        if value in (field.default, {}):  # no choice of a group is an empty one
+        if value in (field.default, {}):  # {}: no option of a group is chosen
             continue
         if key in SUITE_KEYS.values():
             if not any(key == SUITE_KEYS[name] for name in suite.arguments.keys() & SUITE_KEYS.keys()):
@@ -127,7 +127,7 @@ def check_request(request: ScoreConfig) -> tuple[ScoreConfig, Node, Experiment |
             raise ValueError(f"out={out} must end in {suffix}")
     samples = request.samples
     if samples and Path(samples).is_dir() and request.num_samples is None:
-        rule = "is a folder, which may have older images in it: give their number as num_samples=N"
+        rule = "is a folder, which may contain older images: give their number as num_samples=N"
         raise ValueError(f"samples={samples} {rule}")
     if not draws:
         return request, suite, None
@@ -138,14 +138,14 @@ def check_request(request: ScoreConfig) -> tuple[ScoreConfig, Node, Experiment |
 
 
 def open_suite(node: Node, request: ScoreConfig, out: Path, launch: Launch) -> Suite:
-    """Build the requested suite with its reference: a file, or latents if the suite has none."""
+    """Build the requested suite with its reference: a file, or latents for other suites."""
     path, of_file = str(request.reference), node.arguments.get("reference") is not None
     reference = open_reference(Path(path), open_images) if of_file else of_latents(path)
     return build_suite(node, reference, launch, request.features_folder(out))
 
 
 class FileSamples:
-    """Samples in files: their images, the place of their scores, and a record of them."""
+    """Samples in files: images, labels, the file of their scores, and a record."""
 
     def __init__(self, request: ScoreConfig):
         self.path, self.name = Path(str(request.samples)), f"samples={request.samples}"
@@ -162,7 +162,7 @@ class FileSamples:
         return fingerprint(self.path)
 
     def labels(self) -> np.ndarray:
-        """Class of each image (N,)."""
+        """Return the class of each image (N,)."""
         labels = read_labels(self.path) if self.path.suffix == ".npz" else None
         if labels is None or labels.shape != (self.count,):
             rule = "must be an .npz with a label (arr_1) for each image (arr_0)"
@@ -170,11 +170,11 @@ class FileSamples:
         return labels
 
     def cache(self, suite: Suite) -> PartCache | None:
-        """The cache of their features; None: in memory."""
+        """Return the cache of their features; None: in memory."""
         return suite.cache("samples", {"samples": self.sha256}, self.images)
 
     def record(self) -> dict[str, Any]:
-        """The samples, with the record of `sample.py` if there is one."""
+        """Describe the samples, with the record of `sample.py` if it exists."""
         record = {"path": str(self.path), "sha256": self.sha256}
         record |= {"num_samples": self.count, "shape": self.shape}
         beside = self.path.with_suffix(".json")
@@ -187,9 +187,9 @@ class FileSamples:
 
 
 class NetworkSamples:
-    """Samples drawn from a network while they are scored, with the methods of FileSamples."""
+    """Samples that are drawn while they are scored; it has the methods of FileSamples."""
 
-    images: Drawing  # once `cache` has resolved how they are drawn
+    images: Drawing  # set by `cache`
 
     def __init__(self, request: ScoreConfig, experiment: Experiment, launch: Launch):
         self.count, self.name = int(request.num_samples or 0), request.name
@@ -199,15 +199,15 @@ class NetworkSamples:
         self._features = request.features_folder(self.out)
 
     def labels(self) -> np.ndarray:
-        """Class of each image (N,)."""
+        """Return the class of each image (N,)."""
         labels = self.images.labels()
         if labels is None:
             raise ValueError(f"{self.name} is unconditional: its samples have no labels")
         return labels
 
     def cache(self, suite: Suite) -> PartCache:
-        """Resolve how they are drawn; return the cache of their features, or of the images for a suite that
-        takes all at once.
+        """Resolve the options of drawing; return the cache of features, or of images for a suite that takes
+        all images at once.
         """
         key = cache_key(self._record, self._launch.device)
         key["detector"] = None if suite.batch_size is None else suite.detector_key()
@@ -216,12 +216,12 @@ class NetworkSamples:
         return cache
 
     def record(self) -> dict[str, Any]:
-        """The samples, with what they are drawn from."""
+        """Describe the samples and their network."""
         return {"num_samples": self.count, "shape": self.shape, "drawn": self._record}
 
 
 def read_labels(file: Path) -> np.ndarray | None:
-    """Read the labels (N,) of an .npz in the layout of [ADM]; None where it has none."""
+    """Read the labels (N,) of an .npz in the layout of [ADM]; None if it has none."""
     try:
         with zipfile.ZipFile(file) as archive:
             return read_member(archive, "arr_1") if "arr_1.npy" in archive.namelist() else None
@@ -230,11 +230,11 @@ def read_labels(file: Path) -> np.ndarray | None:
 
 
 def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
-    """Score the mean image of each class, and held-out images, where a reference has them."""
+    """Score the mean images of the classes and the held-out images, if the reference has them."""
     reference = suite.reference
     if reference.labels is None:
         return {}
-    assert isinstance(reference.images, ArrayImages)  # labels are of the images of latents
+    assert isinstance(reference.images, ArrayImages)  # only references of latents have labels
     images, labels = reference.images.array, np.unique(reference.labels)  # some classes may have no images
     means = [images[reference.labels == label].mean(axis=0).round() for label in labels]
     turns = np.arange(num_samples) % len(labels)
@@ -245,7 +245,7 @@ def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
 
 
 def show(scores: Scores, others: dict[str, Scores]) -> None:
-    """Print scores beside those that they are compared with, and their warnings."""
+    """Print the scores next to the scores for comparison, and their warnings."""
     rows = {"samples": scores, **others}
     if others:
         print(" " * 16 + "".join(f"{name:>16}" for name in rows))

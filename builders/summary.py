@@ -1,4 +1,4 @@
-"""What a user wants to see before a run starts, and what keeps it from starting."""
+"""The summary that is printed when a run starts, its warnings, and the check of free resources."""
 
 from typing import Any
 
@@ -22,26 +22,26 @@ def summary(
     manifest: LatentManifest,
     takes: Estimate,
 ) -> str:
-    """Describe a run before it starts; details: what its manifest has."""
+    """Describe a run that starts or resumes; `details` is the content of its manifest."""
     train, net = experiment.train, experiment.meta_net
     num_parameters = f"{cost.num_parameters / 1e6:.2f}M parameters"
     resumed = f", resumed at step {resumed_step}" if resumed_step else ""
     lines = [
         f"run        {experiment.output_dir}{resumed}",
         f"network    {num_parameters}, {len(net.blocks)} blocks, {net.num_tokens} tokens",
-        f"cost       {cost.dense_forward_flops / 2e9:.3g} GMAC for one image and forward pass",
+        f"cost       {cost.dense_forward_flops / 2e9:.3g} GMAC per image and forward pass",
         *(f"route      {line}" for line in details["routes"]),
-        *([f"saving     {_saving(cost)}"] if net.routes else []),
+        *([f"speedup    {_speedup(cost)}"] if net.routes else []),
     ]
     processes = f"{details['num_processes']} process(es) on {details['device']}"
     batch = f"{train.batch_size} images, micro-batches of {resolved.micro_batch_size}"
     lines += [
-        f"batch      {batch}, {processes}, {resolved.num_workers} reading ahead",
+        f"batch      {batch}, {processes}, {resolved.num_workers or 'no'} data workers",
         f"precision  {_precision(resolved, details['tf32'])}",
     ]
     if details["device"] == "cpu":
-        freed = "retained" if resolved.keep_freed_memory else "returned to the system"
-        lines.append(f"memory     freed memory: {freed} (train.keep_freed_memory)")
+        freed = "retained for the next step" if resolved.keep_freed_memory else "returned to the system"
+        lines.append(f"memory     freed memory is {freed} (train.keep_freed_memory)")
     if train.eval_every and not manifest.num_held_out:
         lines.append("evaluation no val_loss_dense: the data have no held-out entries (num_held_out)")
     lines += [f"changed    {change}" for change in details["changes"]]
@@ -59,38 +59,38 @@ def summary(
 
 
 def warnings(train: TrainConfig, manifest: LatentManifest) -> list[str]:
-    """Lines on classes and the size of the batch."""
-    found, num_trained = class_warnings(manifest), manifest.num_trained
+    """Warn about classes without images and batches larger than the data."""
+    lines, num_trained = class_warnings(manifest), manifest.num_trained
     if train.batch_size > num_trained:
-        rule = f"a step sees some of the {num_trained} entries more than once"
-        found.append(f"train.batch_size={train.batch_size}: {rule}")
-    return found
+        rule = f"each step uses some of the {num_trained} training entries more than once"
+        lines.append(f"train.batch_size={train.batch_size}: {rule}")
+    return lines
 
 
 def check_resources(train: TrainConfig, takes: Estimate, steps: int, memory: int, disk: int) -> list[str]:
-    """Lines on what does not suffice for `steps` more steps: free bytes of memory and disk, or 30 days.
+    """Return a line per resource that is too small: free bytes of memory and disk, or 30 days for `steps`.
 
     Raises:
-        ValueError: there are any, and `train.check_resources` is true.
+        ValueError: a resource is too small, and `train.check_resources` is true.
     """
-    found = []
+    problems = []
     if takes.memory > memory:
         needed = f"about {_gib(takes.memory)} of memory are needed, {_gib(memory)} are free"
-        found.append(f"{needed}: choose a smaller model/size")
+        problems.append(f"{needed}: choose a smaller model/size")
     if takes.checkpoints > disk:
         needed = f"about {_gib(takes.checkpoints)} of disk are needed for checkpoints, {_gib(disk)} are free"
         fewer = " or raise train.milestone_every" if train.milestone_every else ""
-        found.append(f"{needed}: lower train.keep_last{fewer}")
+        problems.append(f"{needed}: lower train.keep_last{fewer}")
     if (sec := steps * takes.step_sec) > TOO_LONG_SEC:
         rule = "choose a smaller model/size or fewer steps"
-        found.append(f"this would take about {duration(sec)} here: {rule}")
-    if found and train.check_resources:
-        raise ValueError(f"{'; '.join(found)} (train.check_resources=false starts it all the same)")
-    return found
+        problems.append(f"this would take about {duration(sec)} here: {rule}")
+    if problems and train.check_resources:
+        raise ValueError(f"{'; '.join(problems)} (train.check_resources=false starts the run anyway)")
+    return problems
 
 
 def duration(sec: float) -> str:
-    """A time as one number for people."""
+    """Format a time in the largest unit that is at least 2."""
     for unit, size in (("days", 24 * 3600), ("h", 3600), ("min", 60)):
         if sec >= 2 * size:
             return f"{sec / size:.0f} {unit}"
@@ -106,36 +106,35 @@ def _length(
     train: TrainConfig, manifest: LatentManifest, resumed_step: int, takes: Estimate, start_sec: float
 ) -> list[str]:
     total_steps = train.total_steps
-    entries = f"{manifest.num_trained} entries are trained on, {manifest.num_held_out} held out"
-    entries += f", {manifest.num_classes} classes" + (", mirror images, too" if manifest.hflip else "")
+    entries = f"{manifest.num_trained} training entries, {manifest.num_held_out} held out"
+    entries += f", {manifest.num_classes} classes" + (", with horizontal flips" if manifest.hflip else "")
     epochs = f"{total_steps * train.batch_size / manifest.num_trained:.3g} epochs"
     time = f"about {duration(start_sec + (total_steps - resumed_step) * takes.step_sec)}"
     return [
         f"data       {entries}",
-        f"length     {total_steps} steps, {epochs}, checkpoint every {train.save_every}: {time}",
+        f"length     {total_steps} steps, {epochs}, a checkpoint every {train.save_every} steps: {time}",
     ]
 
 
 def _precision(resolved: Resolved, tf32: bool) -> str:
     autocast = "bf16 autocast" if resolved.bf16 else "no autocast"
-    parts = ["fp32 weights", autocast, *(["TF32 for what is in fp32"] if tf32 else [])]
+    parts = ["fp32 weights", autocast, *(["TF32 for fp32 products"] if tf32 else [])]
     parts.append(f"{'compiled' if resolved.compile else 'uncompiled'} blocks")
     parts += [f"{resolved.attention} attention"] if resolved.attention else []
     return ", ".join(parts)
 
 
-def _saving(cost: Cost) -> str:
+def _speedup(cost: Cost) -> str:
     if cost.routed_training_flops == cost.dense_training_flops:
         return "none: the blocks of the windows process all tokens"
-    most = f"at most {cost.ceiling:.2f}x at any ratio"
-    speedup = f"{cost.predicted_speedup:.2f}x as fast by their FLOPs ({most})"
-    return f"{cost.routed_forward_flops / 2e9:.3g} GMAC with routes: training steps can be {speedup}"
+    routed = f"a forward pass with routes takes {cost.routed_forward_flops / 2e9:.3g} GMAC"
+    return f"{cost.predicted_speedup:.2f}x per step by FLOPs (limit: {cost.ceiling:.2f}x); {routed}"
 
 
 def _start(init_from: dict[str, Any]) -> str:
     entry = f" ({init_from['entry']})" if init_from["entry"] else ""
     line = f"weights of {init_from['file']}{entry}"
-    line += "" if init_from["label_table"] else ", all but the table of labels"
+    line += "" if init_from["label_table"] else ", without the table of labels"
     if init_from["other_objective"]:
-        line += f". warning: they were trained as {init_from['precond']}: time and output are learnt again"
+        line += f". warning: they were trained as {init_from['precond']} and must learn time and output again"
     return line

@@ -1,6 +1,6 @@
-"""The table of a sweep of guidance: the records of a run's scores.
+"""The table of a sweep over guidance or samplers, from the records of a run's scores.
 
-Records are compared that have the newest one's protocol, checkpoint, seeds and number of samples: their
+The compared records have the same protocol, checkpoint, seeds and number of samples as the newest: their
 samples are drawn from the same noise.
 """
 
@@ -12,14 +12,14 @@ from runtime.files import atomic_write, read_json
 from runtime.provenance import flatten
 
 TABLE = "sweep.md"
-# What the compared samples share.
+# Settings that compared samples share.
 FIXED = ("weights_sha256", "objective", "num_samples", "first_seed", "labels", "class_label")
 FIXED += ("mixed_precision", "decoding")
-MAY_DIFFER = ("sampler", "guidance")  # of what is drawn
+MAY_DIFFER = ("sampler", "guidance")
 
 
 def summarise(newest: Path) -> Path | None:
-    """Write a table beside a record of scores; None where there is nothing to compare it with."""
+    """Write a table next to a record of scores; return None without another record to compare."""
     first = read_json(newest)
     records = [read_json(file) for file in sorted(newest.parent.glob("*.json"))]
     records = [record for record in records if fixed(record) == fixed(first)]
@@ -33,7 +33,7 @@ def summarise(newest: Path) -> Path | None:
 
 
 def fixed(record: Any) -> dict[str, Any] | None:
-    """The settings that records share to be compared; None for other JSON files."""
+    """Return the settings that compared records share; None for other JSON files."""
     drawn = record
     for key in ("samples", "drawn"):
         drawn = drawn.get(key) if isinstance(drawn, dict) else None
@@ -69,8 +69,8 @@ def _value(record: dict[str, Any], key: str) -> float:
 def _best(records: list[dict[str, Any]], key: str) -> int | None:
     values = [_value(record, key) for record in records]
     sign = -1 if key in records[0]["higher_is_better"] else 1
-    there = [i for i, value in enumerate(values) if not math.isnan(value)]
-    return min(there, key=lambda i: sign * values[i], default=None)
+    valid = [i for i, value in enumerate(values) if not math.isnan(value)]
+    return min(valid, key=lambda i: sign * values[i], default=None)
 
 
 def _heading(record: dict[str, Any]) -> str:

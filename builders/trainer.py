@@ -1,4 +1,4 @@
-"""Build the trainer of a configuration with all its parts; a run with checkpoints resumes from its newest."""
+"""Build the trainer of an experiment; a run with checkpoints resumes from the newest."""
 
 from dataclasses import asdict, fields
 from functools import cache, partial
@@ -47,7 +47,7 @@ INIT_KEYS = "data.in_channels, model/size, model/block, model.num_prefix_tokens,
 
 
 def check_files(experiment: Experiment, run: RunFolder) -> None:
-    """Check the files and the environment, before any device is touched."""
+    """Check the files that a training needs, before any device is touched."""
     train = experiment.train
     if train.init_from and not latest_checkpoint(run.path):
         check_init_from(train.init_from, train.init_from_objective)
@@ -60,26 +60,26 @@ def check_files(experiment: Experiment, run: RunFolder) -> None:
 
 
 def check_init_from(source: str, objective: str | None) -> None:
-    """Check that the weights to start from exist, and that what they predict is known."""
+    """Check that the weights to start from exist, and that their objective is known."""
     try:
-        own = is_own_checkpoint(source) or carries_configuration(Path(source))
+        is_ours = is_own_checkpoint(source) or carries_configuration(Path(source))
     except FileNotFoundError as error:
         raise FileNotFoundError(f"train.init_from={error}") from error
-    if own and objective:
+    if is_ours and objective:
         raise ValueError(
             f"train.init_from_objective={objective} must not be given for a run of this project, {source}"
         )
-    if not own and objective is None:
+    if not is_ours and objective is None:
         rule = f"does not say what it predicts: give train.init_from_objective={OBJECTIVES_OF_OTHERS}"
         raise ValueError(f"train.init_from={source} {rule}")
 
 
 def check_init_shapes(experiment: Experiment) -> None:
-    """Check that the network takes the weights to start from, with their heads and classes."""
+    """Check that the weights to start from fit the network, its heads and its classes."""
     train, num_classes, init_from = experiment.train, experiment.num_classes, str(experiment.train.init_from)
     own_heads = experiment.model_node.arguments.get("num_heads")
     source, with_labels = f"train.init_from={init_from}", train.init_from_label_table
-    without = "train.init_from_label_table=false keeps everything but the table of labels"
+    without = "train.init_from_label_table=false, which loads all weights except the table of labels"
     try:
         weights = read_weights(init_from, shapes_only=True)
         mismatch = find_mismatch(experiment.meta_net, weights, with_labels)
@@ -91,7 +91,7 @@ def check_init_shapes(experiment: Experiment) -> None:
         if mismatch.startswith(LABEL_TABLE):
             hint = f"data.num_classes={num_classes} must be the same, or {without}"
         raise ValueError(f"{source}: weights do not match the model: {mismatch}; {hint}")
-    # Shapes do not tell heads and classes.
+    # Shapes do not determine heads and classes.
     if num_heads not in (None, own_heads):
         raise ValueError(f"model.num_heads={own_heads} must be {num_heads}, as in {source}")
     if weights.num_classes not in (None, num_classes) and LABEL_TABLE in weights.tensors and with_labels:
@@ -100,13 +100,13 @@ def check_init_shapes(experiment: Experiment) -> None:
 
 
 def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset, launch: Launch) -> Trainer:
-    """Build all that a run needs, load its newest checkpoint if it has one, and only then write.
+    """Build the parts of a run, load its newest checkpoint if it has one, and then start to write.
 
     The folder must be locked.
     """
     train, device = experiment.train, launch.device
     resolved, memory = _resolve(experiment, run, launch), free_memory(launch)
-    # Before its memory is taken.
+    # Check the memory before the network takes it.
     least = Estimate(0.0, bytes_in_memory(experiment), 0)
     launch.broadcast_from_main(lambda: check_resources(train, least, 0, memory, 0))
 
@@ -141,7 +141,7 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
     trainer.resume_newest()
     if trainer.step and "speed_check" in run.manifest():
         trainer.speed_check = None
-    launch.barrier()  # all have read what the first rank is about to change
+    launch.barrier()  # all ranks have read the files that the first rank changes
     expected = cost(mask_coverage=experiment.mask_coverage(dataset))
     start = partial(_start_writing, experiment, resolved, trainer, dataset, run, init_from, expected, memory)
     launch.broadcast_from_main(start)
@@ -149,7 +149,7 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
 
 
 def _resolve(experiment: Experiment, run: RunFolder, launch: Launch) -> Resolved:
-    """Resolve the options on one rank for all."""
+    """Resolve the open options on the first rank for all."""
     saved = run.manifest()["resolved"] if run.has_results() else {}
     resolved = launch.broadcast_from_main(
         partial(resolve_auto, experiment, saved, launch.device, launch.world_size)
@@ -169,7 +169,7 @@ def _start_writing(
     cost: Cost,
     memory: int,
 ) -> None:
-    """Record the start of a run, and describe it."""
+    """Record the start of a run, and print its summary."""
     train, launch, evaluators = experiment.train, trainer.launch, trainer.evaluators
     details = {
         "resolved": resolved.record(),
@@ -206,14 +206,14 @@ def _load_init(net: nn.Module, experiment: Experiment, run: RunFolder) -> dict[s
 
 
 def _prepare(net: Backbone, compiled: bool, num_lengths: int) -> nn.Module:
-    # A sweep runs its jobs in one process: nothing of the last one may be left.
+    # A sweep runs its jobs in one process: reset the state of the last job.
     AcceleratorState._reset_state()
     torch._dynamo.reset()
     if compiled:
         torch._dynamo.config.recompile_limit = 0
         compile_blocks(net.blocks, most_graphs(num_lengths))
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
-    # The loss runs under autocast; accelerate's own would stay on in evaluations.
+    # The loss has its own autocast: the one of accelerate would stay on in evaluations.
     return Accelerator(mixed_precision="no", kwargs_handlers=[ddp]).prepare_model(net)
 
 

@@ -23,7 +23,7 @@ PUBLISHED = {
 }
 FILES_ON_THE_HUB = ("config.json", "diffusion_pytorch_model.safetensors")
 ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-# 8 images of 256x256 at a time. Fixed, so that results do not depend on free memory. Cost: benchmarks/RESULTS.md.
+# 8 images of 256x256 at a time: fixed, so that results do not depend on free memory (benchmarks/RESULTS.md).
 PIXELS_AT_ONCE = 8 * 256 * 256
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError)
 MAX_CONFIG_BYTES, MAX_BLOCKS = 2**16, 32  # of an autoencoder from outside

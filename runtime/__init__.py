@@ -1,1 +1,1 @@
-"""The ground floor: files, locks, ranks, errors, Hydra; imports none of the other rooms."""
+"""The ground floor: files, locks, ranks, errors, Hydra. It imports no other package of this project."""

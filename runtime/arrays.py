@@ -1,4 +1,4 @@
-"""Read arrays and tensors from outside: what a file declares is checked before it takes memory."""
+"""Read arrays and tensors from untrusted files: the declared size is checked before memory is allocated."""
 
 import argparse
 import io
@@ -12,18 +12,18 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-MAX_INFLATED = 1032  # bytes that deflate can make of one
+MAX_INFLATED = 1032  # the largest compression ratio of deflate
 NAMES_SHOWN = 10
 MAX_HEADER_BYTES = 10_000  # of an .npy; numpy has the same limit, but reads longer ones first
 # The 64-bit end of a directory, its locator, the end of a directory.
 ZIP64_END_BYTES = 56 + 20 + 22
-# What reading a zip raises if it is damaged, encrypted or compressed in an unknown way.
+# Errors of reading a zip that is damaged, encrypted or compressed by an unknown method.
 ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError)
 ZIP_ERRORS += (ValueError, RuntimeError, LookupError, OverflowError)
 
 
 def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Read the header of an .npy: shape, whether the order is Fortran's, and type."""
+    """Read the header of an .npy: its shape, True for Fortran order, and its type."""
     try:
         first = np.lib.format.read_magic(file) == (1, 0)
         length = file.read(2 if first else 4)
@@ -32,13 +32,13 @@ def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
             raise ValueError(f"it declares a header of {declared} bytes, must be at most {MAX_HEADER_BYTES}")
         read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
         shape, fortran_order, dtype = read(io.BytesIO(length + file.read(declared)))
-    except Exception as error:  # nonsense makes numpy raise almost anything
+    except Exception as error:  # numpy raises many types of errors for invalid bytes
         raise ValueError(f"it has no .npy header: {' '.join(str(error).split())[:200]}") from error
     return shape, fortran_order, dtype
 
 
 def check_size(name: str, shape: tuple[int, ...], dtype: np.dtype, size: int) -> None:
-    """Raise a ValueError unless an array has so many bytes, and no objects, which need a pickle."""
+    """Raise a ValueError unless an array of this shape takes `size` bytes and holds no Python objects."""
     if dtype.hasobject or not dtype.itemsize or min(shape, default=0) < 0:
         raise ValueError(f"{name} holds {dtype} {shape}, must hold an array of numbers")
     needed = math.prod(shape) * dtype.itemsize
@@ -81,13 +81,13 @@ def member_size(archive: zipfile.ZipFile, name: str) -> int:
     packed = min(member.compress_size, Path(str(archive.filename)).stat().st_size)
     if member.file_size > MAX_INFLATED * packed:
         raise ValueError(
-            f"{name} declares {member.file_size} bytes, more than the {packed} that are there can be"
+            f"{name} declares {member.file_size} bytes, more than its {packed} compressed bytes can hold"
         )
     return member.file_size
 
 
 def array_names(archive: zipfile.ZipFile) -> str:
-    """Name the arrays of an .npz, for messages."""
+    """List the arrays of an .npz, for messages."""
     names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
     return ", ".join(names[:NAMES_SHOWN]) + (", ..." if names[NAMES_SHOWN:] else "") or "no arrays"
 
@@ -100,21 +100,21 @@ def read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def load_stored(file: Path) -> Any:
-    """Read what torch.save has written, of tensors and plain types; nothing in the file is executed."""
+    """Load tensors and plain types from a file of torch.save; no code in the file runs."""
     _check_stored(file)
     try:
-        # The public DiT and SiT checkpoints carry their arguments in a Namespace, which can run nothing.
+        # The public DiT and SiT checkpoints hold their arguments in a Namespace, which cannot run code.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            # Mapped: who asks for shapes reads no weights.
+            # Mapped, so that reading shapes does not read the weights.
             return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # damaged bytes make torch raise almost anything, and advise to execute them
+    except Exception as error:  # torch raises many types of errors, and suggests to run the code
         raise ValueError(f"{file} is damaged, or holds more than plain tensors") from error
 
 
 def _check_stored(file: Path) -> None:
-    """Raise a ValueError for a zip of weights that is not as torch.save writes it: nothing is compressed.
+    """Raise a ValueError for a zip that torch.save has not written, such as one with compressed members.
 
-    Files that are not a zip pass. A zip with two ends is refused: torch and zipfile could read one each.
+    Other files pass. A zip with two directories is refused: torch and zipfile might read different ones.
     """
     size = file.stat().st_size
     with file.open("rb") as opened:
@@ -135,7 +135,7 @@ def _check_stored(file: Path) -> None:
         raise ValueError(f"{file} is damaged: {error}") from error
     packed = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
     if packed:
-        raise ValueError(f"{file}: {packed[0]} is compressed, must be as torch.save writes it")
+        raise ValueError(f"{file}: {packed[0]} is compressed, must be stored, as torch.save does")
     declared = sum(max(member.file_size, member.compress_size) for member in members)
     if declared > size:
-        raise ValueError(f"{file} declares {declared} bytes, more than the {size} that are there")
+        raise ValueError(f"{file} declares {declared} bytes, but has {size}")

@@ -1,4 +1,4 @@
-"""Hydra and OmegaConf, whatever is configured: errors in one line, jobs of sweeps, keys."""
+"""Run programs with Hydra: errors in one line, jobs of sweeps, checks of keys."""
 
 import gc
 import os
@@ -25,16 +25,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runtime.command_line import SCHEMA, explanation, is_of_hydra, options_first
 from runtime.errors import UserError, check_choice, did_you_mean
+from runtime.help import explained_help
 from runtime.lock import TRY_AGAIN, Busy
 from runtime.sweep import is_main, job_name, record_end, start_sweep, summary, take_ended
 from runtime.targets import CONFIGS, walk
 
 T = TypeVar("T")
-INTERRUPTED = 130  # as shells count it: 128 + SIGINT
+INTERRUPTED = 130  # exit status after Ctrl-C, as in shells: 128 + SIGINT
 
 
 def register_with_hydra(program: str, schema: type, resolvers: Mapping[str, Callable[..., Any]]) -> None:
-    """Tell Hydra the schema of a program and the resolvers of interpolations."""
+    """Register the schema of a program and the resolvers of interpolations."""
     ConfigStore.instance().store(name=f"{program}{SCHEMA}", node=schema)
     share_of_cores = {"share_of_cores": lambda num_jobs: max(1, cpu_count() // max(1, num_jobs))}
     for name, resolver in {**resolvers, **share_of_cores}.items():
@@ -42,19 +43,18 @@ def register_with_hydra(program: str, schema: type, resolvers: Mapping[str, Call
 
 
 def command(
-    name: str, schema: type[T], about: str | None
+    name: str, schema: type[T], description: str | None
 ) -> Callable[[Callable[[T], None]], Callable[[], None]]:
     """Decorate the main function of a program without groups, `python -m ROOM.NAME KEY=VALUE ...`.
 
     Args:
-        schema: a dataclass of its keys, of which the function is given an instance; those without a default
-            must be given.
-        about: the text of --help, which lists the keys below it.
+        schema: a dataclass of the keys; the function gets an instance. Keys without a default are required.
+        description: the first part of --help; the keys follow.
     """
     register_with_hydra(name, schema, {})
     quiet = [{f"override hydra/{key}": "none"} for key in ("job_logging", "hydra_logging")]
     options = {
-        "help": {"template": f"{about}\nKeys (set as KEY=VALUE):\n\n$CONFIG\n"},
+        "help": {"template": f"{description}\nKeys (set as KEY=VALUE):\n\n$CONFIG\n"},
         "run": {"dir": "."},
         "sweep": {"dir": "runs", "subdir": "."},
         "output_subdir": None,
@@ -75,7 +75,7 @@ def command(
 
 @contextmanager
 def user_mistakes() -> Iterator[None]:
-    """Turn errors of checking and building into UserErrors."""
+    """Turn errors of checks and of building into UserErrors."""
     try:
         yield
     except (ValueError, OSError, OmegaConfBaseException) as error:
@@ -83,31 +83,33 @@ def user_mistakes() -> Iterator[None]:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a program, of Hydra or not, so that a mistake of the user ends in one line.
+    """Run a program, with or without Hydra, and report a mistake of the user in one line.
 
-    HYDRA_FULL_ERROR=1 shows the traceback. A sweep ends with the jobs that failed.
+    HYDRA_FULL_ERROR=1 shows the traceback. A sweep ends with a list of the jobs that failed.
     """
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing
     arguments = sys.argv[1:]
-    start_sweep(arguments)  # if it is one, which Hydra finds out
+    start_sweep(arguments)  # Hydra finds out whether it is one
     try:
-        if hasattr(main, "__wrapped__"):  # by hydra.main; others parse their own arguments
+        by_hydra = hasattr(main, "__wrapped__")  # other programs parse their own arguments
+        if by_hydra:
             sys.argv[1:] = options_first(arguments)
-        main()
+        with explained_help() if by_hydra and {"--help", "-h"} & {*arguments} else nullcontext():
+            main()
     except (UserError, HydraException, OmegaConfBaseException, ValueError) as error:
-        _end_sweep()  # a sweeper may have found nothing to choose from
+        _end_sweep()  # a sweeper fails if all jobs failed
         if show_traceback or not (isinstance(error, UserError) or is_of_hydra(error)):
             raise
         # One write: lines of processes that share a terminal stay intact. `sys.exit(text)` writes twice.
         sys.stderr.write(f"error: {explanation(error)}\n")
         sys.exit(TRY_AGAIN if isinstance(error.__cause__, Busy) else 1)
     except SystemExit as end:
-        take_ended()  # where a job was stopped: the sweep ends with it
+        take_ended()  # a job was stopped: so is the sweep
         if end.code in (TRY_AGAIN, INTERRUPTED):
             _leave_launch()
         raise
-    except KeyboardInterrupt:  # it has been reported: end at once, as the shell expects
+    except KeyboardInterrupt:  # already reported: end by the signal, as shells expect
         take_ended()
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -117,7 +119,7 @@ def run_main(main: Callable[[], None]) -> None:
 
 
 def as_job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
-    """Let a job of a sweep fail without ending the sweep, nor leaving its tensors to the next one."""
+    """Keep a sweep running when a job fails, and free the tensors of a job before the next one."""
 
     @wraps(main)
     def job(cfg: DictConfig) -> Any:
@@ -127,14 +129,14 @@ def as_job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
         name = job_name(hydra.overrides.task)
         if is_main():
             print(f"job {hydra.job.num + 1}: {name}", flush=True)
-        # Where several processes run a job together, a failing one leaves the others in the middle of it.
+        # In a job of several processes, the others would wait for the one that failed.
         caught = (UserError, Exception) if int(os.environ.get("WORLD_SIZE", "1")) == 1 else ()
         value = None
         try:
             value = main(cfg)
             if is_main():
                 record_end(name, folder=cfg.get("output_dir"))
-        except caught as error:  # whatever it is: the other jobs are worth more
+        except caught as error:  # any error: the other jobs go ahead
             if isinstance(error, UserError):
                 sys.stderr.write(f"error: {error} (in the job {name})\n")
                 record_end(name, reason=str(error), again=isinstance(error.__cause__, Busy))
@@ -149,17 +151,17 @@ def as_job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
 
 
 def _leave_launch() -> None:
-    """Leave the group of processes, as torch asks: its threads must not outlive the interpreter.
+    """Leave the process group: torch requires its threads to end before the interpreter.
 
-    Only where all end alike: while others wait for it in the group, leaving could wait for them.
+    Call this only where all processes end in the same way: it can wait for processes that still compute.
     """
-    distributed = sys.modules.get("torch.distributed")  # is not loaded for this
+    distributed = sys.modules.get("torch.distributed")  # without importing it
     if distributed and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
 def _end_sweep() -> None:
-    """Say which jobs finished and which failed, if this is a sweep; exit if any failed."""
+    """Report the jobs of a sweep that finished and that failed; exit if any failed."""
     ended = take_ended()
     failed = [job for job in ended if job["reason"]]
     if ended and is_main():
@@ -168,20 +170,20 @@ def _end_sweep() -> None:
         lines = [f"error: {len(failed)} of the jobs failed:"]
         lines += [f"  {job['job']}: {job['reason']}" for job in failed]
         command = shlex.join(["python", *sys.argv])
-        lines.append(f"The same command runs them again, and passes over what is finished: {command}\n")
+        lines.append(f"The same command runs these jobs again and skips the finished ones: {command}\n")
         sys.stderr.write("\n".join(lines))
     if failed:
         sys.exit(TRY_AGAIN if all(job["again"] for job in failed) else 1)
 
 
 def check_keys(node: Any, key: str = "") -> None:
-    """Check keys against the schema: Hydra does not where they are given as `++KEY=VALUE` or `~KEY`."""
+    """Check keys against the schema: Hydra does not check `++KEY=VALUE` and `~KEY`."""
     if not isinstance(node, DictConfig):
         return
     schema = OmegaConf.get_type(node)
     dotted = f"{key}." if key else ""
     if is_dataclass(schema):
-        known = {found.name for found in fields(schema)}
+        known = {field.name for field in fields(schema)}
         for name in sorted(set(node) - known):
             raise ValueError(f"{dotted}{name}={node[name]} is not known{did_you_mean(name, known)}")
         for name in sorted(known - set(node)):
@@ -196,10 +198,10 @@ def to_plain(cfg: DictConfig, hints: Mapping[str, str] | None = None) -> dict[st
     """Check keys and types against the schema, resolve interpolations, and return plain types.
 
     Args:
-        hints: what to add to the error, by the key that is missing.
+        hints: text to add to the error, by missing key.
     """
     check_keys(cfg)
-    # OmegaConf's own search for missing keys fails at interpolations.
+    # OmegaConf's search for missing keys fails at interpolations.
     missing = sorted(key for key, value in walk(OmegaConf.to_container(cfg)) if value == MISSING)
     if missing:
         more = "".join(hint for key, hint in (hints or {}).items() if key in missing)
@@ -208,35 +210,31 @@ def to_plain(cfg: DictConfig, hints: Mapping[str, str] | None = None) -> dict[st
 
 
 def is_sweep() -> bool:
-    """True in a job of a sweep, -m on the command line."""
+    """True in a job of a sweep (-m on the command line)."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def chosen_overrides() -> list[str]:
-    """Overrides of the command line, or of the sweeper of a job; none outside of a program."""
+    """Return the overrides of the command line or of a sweep's job; none outside of a program."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
 def compose_config(overrides: Sequence[str]) -> DictConfig:
-    """Compose the configuration of a training, within a program or outside of one."""
+    """Compose the configuration of a training, inside or outside a program."""
     with _composing():
         return compose("config", list(overrides))
 
 
 def compose_group(group: str, choice: str, key: str) -> dict[str, Any]:
-    """Compose one option of a group, which a program calls `key`.
-
-    Raises:
-        ValueError: the group has no such option.
-    """
+    """Compose an option of a group, which messages call `key`; raise a ValueError if it does not exist."""
     with _composing():
         options = GlobalHydra.instance().config_loader().get_group_options(group)
-        check_choice(key, choice, options)
+        check_choice(key, choice, [option for option in options if option != "none"])
         return cast(dict[str, Any], OmegaConf.to_container(compose(f"{group}/{choice}")[group]))
 
 
 def _composing() -> AbstractContextManager[None]:
-    """Hydra as the running program has started it, with its folders of configurations; else with ours."""
+    """Use Hydra as the running program started it, with its --config-dir; otherwise start it with CONFIGS."""
     if GlobalHydra.instance().is_initialized():
         return nullcontext()
     return initialize_config_dir(str(CONFIGS), version_base="1.3")

@@ -1,4 +1,4 @@
-"""Errors of the user, checks of single values, and the nearest key."""
+"""The error class for mistakes of the user, checks of single values, and suggestions of keys."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ def check_not_negative(key: str, value: float) -> None:
 
 
 def check_positive(key: str, value: float, otherwise: str = "") -> None:
-    """Raise a ValueError unless the value is greater than 0; `otherwise` says what else it may be."""
+    """Raise a ValueError unless the value is greater than 0; `otherwise` names other allowed values."""
     if not value > 0:
         raise ValueError(f"{key}={value} must be greater than 0{otherwise}")
 
@@ -24,7 +24,7 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
 
 
 def did_you_mean(key: str, keys: Iterable[str]) -> str:
-    """Hint at the key nearest to an unknown one; empty if none is near."""
+    """Suggest the key most similar to an unknown one; empty if none is similar."""
     name = re.split(r"[./]", key)[-1]
     near = get_close_matches(name, sorted(set(keys)), n=1)
     return f": did you mean {key.removesuffix(name)}{near[0]}?" if near and near[0] != name else ""
@@ -33,5 +33,5 @@ def did_you_mean(key: str, keys: Iterable[str]) -> str:
 class UserError(SystemExit):
     """A mistake of the user, shown as one line without a traceback.
 
-    Hydra lets a SystemExit through as it is, and would add its own words to an Exception.
+    A SystemExit, because Hydra adds text to other exceptions.
     """

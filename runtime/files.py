@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and JSON that every reader takes."""
+"""Atomic writes, JSON in the standard format, and hashes of files."""
 
 import hashlib
 import json
@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 MAX_JSON_BYTES = 2**24
-# A list takes some 80 bytes of memory: text of hardly anything but brackets would take thirty times its size.
+# A list takes about 80 bytes of memory: a text of brackets alone would take thirty times its size.
 FREE_BRACKETS, BYTES_PER_BRACKET = 1000, 8
 
 
 @contextmanager
 def atomic_write(file: Path) -> Iterator[Path]:
-    """Yield a path to write to, which replaces `file` once it is complete on the disk.
+    """Yield a temporary path to write to, which replaces `file` once it is complete on the disk.
 
-    If anything goes wrong before, `file` stays as it was. The path has the suffix of `file`.
+    After an error `file` is unchanged. The temporary path has the suffix of `file`.
     """
     partial = file.with_name(f".{file.stem}.partial{file.suffix}")
-    partial.unlink(missing_ok=True)  # left by a kill, or a link from elsewhere
+    partial.unlink(missing_ok=True)  # left by a killed process, or a link
     try:
         yield partial
         sync(partial)
@@ -33,18 +33,18 @@ def atomic_write(file: Path) -> Iterator[Path]:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text, completely or not at all."""
+    """Write a text atomically."""
     with atomic_write(file) as partial:
         partial.write_text(text)
 
 
 def write_json(file: Path, content: Any) -> None:
-    """Write JSON, completely or not at all."""
+    """Write JSON atomically; numbers that are not finite become null."""
     write_text(file, json.dumps(finite(content), indent=2) + "\n")
 
 
 def finite(content: Any) -> Any:
-    """Replace numbers that are not finite in JSON content by null."""
+    """Replace numbers that are not finite by None in JSON content."""
     if isinstance(content, dict):
         return {key: finite(value) for key, value in content.items()}
     if isinstance(content, list | tuple):
@@ -62,7 +62,7 @@ def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse JSON from outside, in memory bounded by its size."""
+    """Parse untrusted JSON in memory proportional to its size."""
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > FREE_BRACKETS + len(data) // BYTES_PER_BRACKET:
         raise ValueError(f"it holds {brackets} brackets in {len(data)} bytes")
@@ -70,7 +70,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def read_bounded(file: BinaryIO, max_bytes: int) -> bytes:
-    """Read a file; raise a ValueError if it is longer than so many bytes."""
+    """Read a file; raise a ValueError if it has more than `max_bytes`."""
     data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ValueError(f"it holds more than {max_bytes} bytes")
@@ -78,30 +78,32 @@ def read_bounded(file: BinaryIO, max_bytes: int) -> bytes:
 
 
 def files_in(folder: Path) -> Iterator[str]:
-    """Yield the names of all files in a folder and its subfolders, relative to it, through links as well.
+    """Yield the relative names of all files in a folder and its subfolders; links are followed.
 
-    Hidden folders are left out. Path.rglob takes minutes for a million files and follows no links.
+    Hidden folders are skipped. Path.rglob would take minutes for a million files, and follows no links.
     """
     seen = set()
     for path, folders, files in os.walk(folder, followlinks=True, onerror=_raise):
         status, inside = Path(path).stat(), Path(path).relative_to(folder)
-        place = status.st_dev, status.st_ino
-        if place in seen:
-            raise ValueError(f"{path} is a folder that is listed already, by another name: remove one")
-        seen.add(place)
+        identity = status.st_dev, status.st_ino
+        if identity in seen:
+            raise ValueError(
+                f"{path} is a folder that is listed already, under another name: remove one of the links"
+            )
+        seen.add(identity)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         prefix = "" if inside == Path() else f"{inside.as_posix()}/"
         yield from (prefix + name for name in files)
 
 
 def sha256(file: Path) -> str:
-    """The hash of a file's content."""
+    """Hash the content of a file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def hash_files(folder: Path, names: Iterable[str | Path]) -> str:
-    """The hash of the names and contents of files in a folder."""
+    """Hash the names and contents of files in a folder."""
     listing = [f"{name.as_posix()} {sha256(folder / name)}" for name in sorted(map(Path, names))]
     return hashlib.sha256("\n".join(listing).encode()).hexdigest()
 
@@ -111,7 +113,7 @@ def _raise(error: OSError) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file or a folder's entries are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

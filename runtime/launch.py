@@ -1,4 +1,4 @@
-"""The ranks of a launch, as one of them sees it."""
+"""This process and its collective operations with the other processes of a launch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,9 +19,9 @@ MAX_VALUE = 80  # characters in a message
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among those of its launch, as `runtime.machine.start_process` returns it.
+    """One of the processes of a launch, see `runtime.machine.start_process`.
 
-    All ranks must call the same collective methods in the same order.
+    All ranks must call the collective methods in the same order.
     """
 
     rank: int = 0
@@ -30,7 +30,7 @@ class Launch:
 
     @classmethod
     def of(cls, state: PartialState) -> "Launch":
-        """The launch that accelerate describes."""
+        """Create a launch from the state of accelerate."""
         return cls(state.process_index, state.num_processes, state.device or torch.device("cpu"))
 
     @property
@@ -44,13 +44,13 @@ class Launch:
             print(text, flush=True)
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
         if self.world_size > 1:
             wait_for_everyone()
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Let the first rank through the block before the others, even if it fails there."""
+        """Run the block on the first rank before the others, even if it fails there."""
         if not self.is_main:
             self.barrier()
         try:
@@ -69,7 +69,7 @@ class Launch:
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stack the tensors of all ranks: (...) -> (world_size, ...)."""
-        # All of one shape and not empty: some backends cannot gather anything else.
+        # The tensors must have one shape and not be empty: some backends cannot gather others.
         return cast(torch.Tensor, gather(tensor.unsqueeze(0))) if self.world_size > 1 else tensor.unsqueeze(0)
 
     def gather_items(self, items: list[T]) -> list[T]:
@@ -77,7 +77,7 @@ class Launch:
         return gather_object(items) if self.world_size > 1 else items
 
     def broadcast_from_main(self, decide: Callable[[], T]) -> T:
-        """Send the first rank's decision to all ranks; its ValueError or OSError is raised on all."""
+        """Send a result of the first rank to all; its ValueError or OSError is raised on all ranks."""
         if self.world_size == 1:
             return decide()
         answer: tuple[T | None, Exception | None] = (None, None)
@@ -86,7 +86,7 @@ class Launch:
                 answer = (decide(), None)
             except (ValueError, OSError) as error:
                 answer = (None, error)
-            except Exception as error:  # a bug: but the others must not wait for an answer
+            except Exception as error:  # a bug: the other ranks must not wait
                 broadcast_object_list([(None, RuntimeError(f"process 0: {type(error).__name__}: {error}"))])
                 raise
         ((decided, error),) = broadcast_object_list([answer])
@@ -95,11 +95,11 @@ class Launch:
         return cast(T, decided)
 
     def assert_ranks_agree(self, facts: Mapping[str, Any]) -> None:
-        """Raise a ValueError, on all ranks, that names the facts that differ between them."""
+        """Raise a ValueError on all ranks that names the facts in which they differ."""
         all_facts = self.gather_items([dict(facts)])
         differences = []
         for key in sorted(set().union(*all_facts)):
-            values = [each.get(key) for each in all_facts]
+            values = [of_rank.get(key) for of_rank in all_facts]
             if other := next((i for i, value in enumerate(values) if value != values[0]), 0):
                 first, second = (str(value)[:MAX_VALUE] for value in (values[0], values[other]))
                 differences.append(f"{key}: {first} in process 0, {second} in process {other}")
@@ -108,7 +108,7 @@ class Launch:
 
     @contextmanager
     def exclusive_output(self, file: Path, beside: Sequence[Path], overwrite: bool) -> Iterator[None]:
-        """Let the first rank lock the file of a result for all, see `runtime.output.exclusive_output`."""
+        """Lock the file of a result on the first rank for all, see `runtime.output.exclusive_output`."""
         with ExitStack() as stack:
             self.broadcast_from_main(lambda: stack.enter_context(exclusive_output(file, beside, overwrite)))
             yield
@@ -118,5 +118,5 @@ ALONE = Launch()  # one process, on the CPU
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """True if an error comes from waiting for a process that is gone."""
-    return isinstance(error, DistError) or "gloo/transport" in str(error)  # gloo has no type for it
+    """True if an error comes from waiting for a process that has ended."""
+    return isinstance(error, DistError) or "gloo/transport" in str(error)  # gloo has no error type

@@ -1,4 +1,4 @@
-"""A lock on what one process alone may write, released at the end of that process, however it ends."""
+"""A lock file for output that one process writes at a time; the system releases it when the process ends."""
 
 import fcntl
 import math
@@ -9,8 +9,8 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-TRY_AGAIN = os.EX_TEMPFAIL  # exit status where the same command may succeed later
-ATTEMPTS = 100  # each fails only if another process releases the lock at that moment
+TRY_AGAIN = os.EX_TEMPFAIL  # exit status if the same command may succeed later
+ATTEMPTS = 100  # an attempt fails only if another process releases the lock at that moment
 
 
 class Busy(OSError):
@@ -18,12 +18,12 @@ class Busy(OSError):
 
 
 class Lock:
-    """A lock in a file that says who holds it, and is removed when the lock is released.
+    """A lock file that names its holder, and is removed when the lock is released.
 
     Args:
-        file: its folder is made if there is none, and removed with the lock if it is empty.
-        what: is locked, for messages: a key and its value.
-        wait_sec: how long to wait for the holder; math.inf: as long as it takes, and print so.
+        file: missing folders are created, and removed with the lock if they are empty.
+        what: the locked key and its value, for messages.
+        wait_sec: time to wait for the holder; math.inf: print a message and wait without a limit.
     """
 
     def __init__(self, file: Path, what: str, wait_sec: float = 0.0):
@@ -37,7 +37,7 @@ class Lock:
 
         Raises:
             Busy: another process holds it.
-            OSError: the file cannot be made.
+            OSError: the file cannot be created.
         """
         started, announced = time.monotonic(), False
         while not self._try():
@@ -45,12 +45,12 @@ class Lock:
             if time.monotonic() - started >= self.wait_sec:
                 raise Busy(f"{in_use}: end it, or try again when it has ended")
             if math.isinf(self.wait_sec) and not announced:
-                print(f"{in_use}; waiting for its end")
+                print(f"{in_use}; waiting for it to end")
             announced = True
             time.sleep(0.5)
         now = datetime.now().isoformat(sep=" ", timespec="seconds")
         by = f"process {os.getpid()} on {socket.gethostname()} since {now}"
-        with suppress(OSError):  # a full disk: the lock works, but does not say who holds it
+        with suppress(OSError):  # a full disk: the lock works, but does not name its holder
             if self._held is not None:
                 os.ftruncate(self._held, 0)
                 os.pwrite(self._held, by.encode(), 0)
@@ -68,14 +68,14 @@ class Lock:
         self._close()
 
     def is_in_place(self) -> bool:
-        """True if the lock is held, and its file is still in its place."""
+        """True if the lock is held, and its file still exists."""
         try:
             if not self._certain:
                 return self.file.exists()
             return self._held is not None and os.path.samestat(os.fstat(self._held), self.file.stat())
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # a network that fails for a moment
+        except OSError:  # a short failure of a network file system
             return True
 
     def holder(self) -> str:
@@ -87,10 +87,10 @@ class Lock:
     def _try(self) -> bool:
         for _ in range(ATTEMPTS):
             try:
-                # A link could lead to anybody's file.
+                # O_NOFOLLOW: a link could point to any file.
                 self._held = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
                 fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except FileNotFoundError:  # another may have removed its empty folder
+            except FileNotFoundError:  # another process may have removed the empty folder
                 self._made = [folder for folder in self.file.parents if not folder.exists()]
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 continue
@@ -103,12 +103,12 @@ class Lock:
                 return self._go_without(error)
             if self.is_in_place():
                 return True
-            # Its last holder removed the file in between; by now another may hold a new one.
+            # The last holder removed this file; another process may hold a new one.
             self._close()
-        return self._go_without("an open file is not known by its name")
+        return self._go_without("an open file and its path do not match")
 
     def _go_without(self, reason: str | OSError) -> bool:
-        """Continue where a file system cannot lock, as on some clusters."""
+        """Continue without a lock on file systems that do not support one, as on some clusters."""
         print(f"warning: {self.file} cannot be locked ({reason}): let no other process write there")
         self._held = os.open(self.file, os.O_RDWR | os.O_NOFOLLOW) if self._held is None else self._held
         self._certain = False

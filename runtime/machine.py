@@ -1,4 +1,4 @@
-"""What this machine offers: device, threads, precision, compilation."""
+"""The device, threads, memory, precision and compilation of this machine."""
 
 import ctypes
 import logging
@@ -24,47 +24,47 @@ from joblib import cpu_count
 from runtime.launch import Launch
 from runtime.launcher import threads_are_chosen
 
-# Parameters of glibc's mallopt, and the variables by which a user sets them.
+# Parameters of glibc's mallopt, and the environment variables that set them.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
 MALLOC_VARIABLES += ("MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
-PATIENCE = timedelta(days=30)  # of ranks that are done with their share and wait for the others
-MIN_BF16_SPEEDUP, BF16_TURNS = 1.2, 6  # below it, fp32 is more exact and as fast
-COMPILATION_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # set to 1
-LINKED_WITHIN_SEC = 10  # a library is empty for a moment while it is written
+PATIENCE = timedelta(days=30)  # for ranks that have finished their share and wait for the others
+MIN_BF16_SPEEDUP, BF16_TURNS = 1.2, 6  # below this speedup, fp32 is more exact and about as fast
+COMPILATION_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # 1: off
+LINKED_WITHIN_SEC = 10  # a library is empty for a moment while the linker writes it
 
 
 def start_process(timeout: timedelta | None = None, tf32: bool = True) -> Launch:
-    """Join the other processes of the launch, if any, on CUDA or else on a fair share of the CPU's cores.
+    """Join the other processes of the launch, if any, on CUDA or on a share of the CPU's cores.
 
     Args:
-        timeout: how long a process waits for the others; None: torch's default.
-        tf32: allow TF32, on CUDA.
+        timeout: how long a process waits for the others; None: the default of torch.
+        tf32: allow TF32 on CUDA.
 
     Raises:
         OSError: the launcher has died.
     """
-    # PARITY: TF32 in training and sampling, as in all public code of the field; scores turn it off
+    # PARITY: TF32 in training and sampling, as in the public code of the field; scores turn it off
     # (evaluation/precision.py).
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
     _check_launcher()
     options = {"timeout": timeout} if timeout else {}
     launch = Launch.of(PartialState(cpu=device_type() == "cpu", **options))
-    # The one thread that launchers set by default is right beside a GPU only.
+    # Launchers set one thread by default, which is right for a GPU only.
     if launch.device.type == "cpu" and not threads_are_chosen():
         torch.set_num_threads(max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return launch
 
 
 def device_type() -> str:
-    """The device that a process would run on here, without joining others."""
+    """Return the type of device that a process would use here, `cpu` or `cuda`, without starting it."""
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.cuda.is_available()
     return "cpu" if on_cpu else "cuda"
 
 
 def _check_launcher() -> None:
-    """Raise an OSError if torchrun has died: torch would try to reach its store for half an hour."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it listens before any rank starts
+    """Raise an OSError if torchrun has ended: torch would try to reach its store for half an hour."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun listens before any rank starts
         host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         try:
             socket.create_connection((host, int(port))).close()
@@ -73,19 +73,19 @@ def _check_launcher() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory, as the allocator of a GPU does, for the rest of the process.
+    """Let glibc retain freed memory for the rest of the process, as the allocator of a GPU does.
 
-    By default it returns large tensors to the kernel and takes new pages for the next (benchmarks/LOG.md).
+    By default glibc returns large tensors to the kernel and requests new pages (benchmarks/LOG.md).
     """
-    # No tensor has a mapping of its own, and the free end of the heap is never returned.
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+    # All tensors are allocated in the heap, and its free end is never returned.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only in glibc
     for parameter, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1)):
         if mallopt is None or not mallopt(parameter, value):
             raise OSError(f"mallopt({parameter}, {value}) failed: set train.keep_freed_memory=false")
 
 
 def return_freed_memory() -> None:
-    """Have glibc return freed memory to the kernel, once, also after `keep_freed_memory`."""
+    """Let glibc return freed memory to the kernel once, also after `keep_freed_memory`."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
@@ -94,13 +94,13 @@ def return_freed_memory() -> None:
 def bf16_speedup(device: torch.device) -> float:
     """Measure the speedup of a linear layer by bf16 autocast over fp32, forward and backward.
 
-    Measured once in a process, in turn, at a size of S/2: the answer is the same for all networks of a study.
-    On one thread: several wait for each other where other programs run. A flag of the processor does not
-    tell: with avx512_bf16 and without AMX, an Intel Xeon is slower in bf16.
+    It is measured once per process, at the size of S/2, so that all networks of a study get the same value.
+    It runs on one thread: several threads wait for each other if other programs run. Flags of the processor
+    are no substitute: an Intel Xeon with avx512_bf16 and without AMX is slower in bf16.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    generator = torch.Generator(device).manual_seed(0)  # the run's own draws stay as they are
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's generator unchanged
     x = torch.randn(512, 384, generator=generator, device=device)
     weight = torch.randn(1536, 384, generator=generator, device=device).requires_grad_()
     seconds = {False: [], True: []}
@@ -112,29 +112,27 @@ def bf16_speedup(device: torch.device) -> float:
             torch.autograd.grad(y, weight, torch.ones_like(y))
             seconds[bf16].append(time.perf_counter() - start)
     torch.set_num_threads(num_threads)
-    return min(seconds[False]) / min(seconds[True])  # the least: another program may take the core
+    return min(seconds[False]) / min(seconds[True])  # the minimum: other programs may use the core
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """True if a device is faster in bf16: as a GPU says, as measured on a CPU."""
+    """True if a device is faster in bf16: reported by a GPU, measured on a CPU."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and bf16_speedup(device) >= MIN_BF16_SPEEDUP
 
 
 def can_keep_freed_memory(device: torch.device) -> bool:
-    """True if freed memory can be kept, and the user has set none of the C library's variables."""
+    """True if freed memory can be retained, and the user has not set variables of the C library."""
     chosen_by_user = any(os.environ.get(name) for name in MALLOC_VARIABLES)
     return device.type == "cpu" and platform.libc_ver()[0] == "glibc" and not chosen_by_user
 
 
 def compile_blocks(blocks: Iterable[nn.Module], num_graphs: int) -> None:
-    """Compile blocks in place, one graph for each shape of their input, of which there are `num_graphs` at
-    most beside those that were compiled before.
-    """
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than silently running uncompiled
+    """Compile blocks in place, with at most `num_graphs` more graphs: one per input shape."""
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # instead of running uncompiled without a message
     torch._dynamo.config.recompile_limit += num_graphs
-    if not torch.cuda.is_available():  # else it says on a CPU, amid a progress bar, that there is no CUDA
+    if not torch.cuda.is_available():  # hide its warning, on a CPU, that CUDA is missing
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         discard_empty_libraries()
     for block in blocks:
@@ -142,18 +140,18 @@ def compile_blocks(blocks: Iterable[nn.Module], num_graphs: int) -> None:
 
 
 def discard_empty_libraries() -> None:
-    """Remove what killed compilers have left in torch's cache: every later start would load it and fail."""
+    """Remove empty libraries of killed compilers from torch's cache: loading them would fail."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     for file in Path(cache_dir()).glob("*/*.so"):
-        with suppress(FileNotFoundError):  # others may do the same
-            found = file.stat()
-            if found.st_size == 0 and time.time() - found.st_mtime > LINKED_WITHIN_SEC:
+        with suppress(FileNotFoundError):  # another process may remove them, too
+            status = file.stat()
+            if status.st_size == 0 and time.time() - status.st_mtime > LINKED_WITHIN_SEC:
                 file.unlink()
 
 
 def can_compile(device: torch.device) -> bool:
-    """True if blocks can be compiled for a device, and no variable switches compilation off."""
+    """True if blocks can be compiled for a device, and no environment variable turns compilation off."""
     if any(os.environ.get(name) == "1" for name in COMPILATION_OFF):
         return False
     if device.type == "cuda":

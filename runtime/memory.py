@@ -1,4 +1,4 @@
-"""Memory of a process: on a GPU that of its allocator, else the resident set (Linux)."""
+"""Memory of a process: allocated on a GPU, or the resident set (Linux)."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import torch
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak to the memory in use."""
+    """Reset the peak to the current use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -14,11 +14,11 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Return the peak since it was reset, in GiB."""
+    """Return the peak since the last reset, in GiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     lines = Path("/proc/self/status").read_text().splitlines()
-    found = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
-    if not found:
+    peaks = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
+    if not peaks:
         raise OSError("/proc/self/status has no VmHWM")
-    return found[0] / 2**20
+    return peaks[0] / 2**20

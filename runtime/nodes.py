@@ -1,4 +1,4 @@
-"""Groups of a configuration that name a `_target_`: checked against its signature, and bound to it."""
+"""Groups of a configuration with a `_target_`: arguments are checked against its signature and bound."""
 
 import inspect
 import types
@@ -20,12 +20,12 @@ from runtime.targets import CONFIGS, allowed_targets, check_targets, load_target
 
 @dataclass(frozen=True)
 class Node:
-    """A class or function with arguments, as a group of a configuration names it; made by `read_nodes`.
+    """A class or function with its arguments, from a group of a configuration; made by `read_nodes`.
 
     Args:
-        key: the place of the group.
-        arguments: plain types, and nodes, which may be in dictionaries.
-        written: the group as plain types, with `_target_`, as config.yaml has it.
+        key: the dotted key of the group.
+        arguments: plain types and nodes; dictionaries may contain nodes.
+        written: the group as plain types, with `_target_`, as in config.yaml.
     """
 
     key: str
@@ -39,7 +39,7 @@ class Node:
         return self.written["_target_"]
 
     def bind(self) -> Callable[..., Any]:
-        """The function with its arguments, bound in turn; the function itself if it has none."""
+        """Bind the arguments, nodes first; return the function itself if it has none."""
         bound = {
             name: value.bind() if isinstance(value, Node) else value for name, value in self.arguments.items()
         }
@@ -47,21 +47,21 @@ class Node:
 
     @cached_property
     def on_meta(self) -> Any:
-        """The object that it builds, on the meta device; built once."""
+        """The built object on the meta device, cached."""
         with torch.device("meta"):
             return self.bind()()
 
     def changed(self, changes: Mapping[str, Any]) -> "Node":
-        """The node with other arguments, checked as well."""
+        """Return a copy with other arguments, checked again."""
         return read_nodes({**self.written, **changes}, self.key)
 
 
 def read_nodes(group: Any, key: str = "", beside: Mapping[str, tuple[str, ...]] | None = None) -> Any:
-    """Make a node of every dictionary that names a `_target_`; converted arguments are put in their places.
+    """Convert every dictionary with a `_target_` to a node, and its arguments, in place, to their types.
 
     Args:
         key: the dotted key of the group.
-        beside: names that a group has beside the arguments of its target, by its key.
+        beside: names in a group that are not arguments of its target, by key of the group.
 
     Raises:
         ValueError: a target is not allowed at its key, or an argument is unknown, missing or of another type.
@@ -71,7 +71,7 @@ def read_nodes(group: Any, key: str = "", beside: Mapping[str, tuple[str, ...]] 
 
 
 def config_folders() -> tuple[Path, ...]:
-    """Folders whose files say what may be built: our own, and those of the command line."""
+    """Return the folders whose files allow targets: CONFIGS, and --config-dir of the command line."""
     sources = HydraConfig.get().runtime.config_sources if HydraConfig.initialized() else []
     given = [Path(source.path) for source in sources if source.schema == "file"]
     return (CONFIGS, *(folder for folder in given if folder.resolve() != CONFIGS))
@@ -91,9 +91,9 @@ def _read(group: Any, key: str, beside: Mapping[str, tuple[str, ...]]) -> Any:
 
 
 def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Check names and plain types of arguments against a signature, and return them converted."""
+    """Check names and types of arguments against a signature, and return them converted."""
     parameters = inspect.signature(target).parameters
-    # What stands before / comes from the caller.
+    # Parameters before / come from the caller.
     parameters = {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.POSITIONAL_ONLY}
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     for name, value in given.items():
@@ -117,7 +117,7 @@ def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any])
 
 
 def _plain(hint: Any) -> Any:
-    """The part of a type hint that OmegaConf can check, or Any."""
+    """Return the part of a type hint that OmegaConf can check, or Any."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     plain = [option for option in options if option in (bool, int, float, str)]
     if len(plain) != 1:

@@ -1,9 +1,9 @@
-"""How threads of OpenMP wait for each other. Import it before torch, which reads the variables once."""
+"""Set how OpenMP threads wait. Import this before torch, which reads the variables once."""
 
 import os
 
-# Threads that spin take the core that others need; a short spin costs nothing on a quiet machine
-# (benchmarks/LOG.md). What the user has set stays.
+# Spinning threads block cores that others need; a short spin is free on an idle machine (benchmarks/LOG.md).
+# Values of the user are kept.
 SPIN_COUNT = "10000"
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT

@@ -1,4 +1,4 @@
-"""The file of a result, `out=FILE`: one program writes it at a time, and overwrites it only if told to."""
+"""The output file of a program, `out=FILE`: locked, and overwritten only with overwrite=true."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from runtime.lock import Busy, Lock
 
 
 def output_path(out: str | None, run: Path, default: str) -> Path:
-    """The requested file, or the default one inside a run; links must not lead out of the run."""
+    """Return the requested file, or the default in a run; its links must not lead out of the run."""
     if out:
         return Path(out)
     file = run / default
@@ -18,7 +18,7 @@ def output_path(out: str | None, run: Path, default: str) -> Path:
 
 
 def check_free(file: Path, beside: Sequence[Path], overwrite: bool) -> None:
-    """Raise an OSError if a result would overwrite existing files; arguments as in `exclusive_output`."""
+    """Raise an OSError if an output would overwrite files; arguments as in `exclusive_output`."""
     if file.is_dir():
         raise IsADirectoryError(f"out={file} is a folder, must be a file")
     existing = next((path for path in (file, *beside) if path.exists()), None)
@@ -30,16 +30,16 @@ def check_free(file: Path, beside: Sequence[Path], overwrite: bool) -> None:
 
 @contextmanager
 def exclusive_output(file: Path, beside: Sequence[Path], overwrite: bool) -> Iterator[None]:
-    """Lock the file of a result while this program works on it.
+    """Lock an output file inside the block.
 
     Args:
-        file: the result; its folder is created, and removed again if it stays empty.
-        beside: further files that are written next to it.
+        file: the output; its folder is created, and removed again if it stays empty.
+        beside: other files that the program writes next to it.
         overwrite: replace existing files.
 
     Raises:
-        Busy: another program is writing it.
-        OSError: a file already exists, or nothing can be written there.
+        Busy: another program holds the lock.
+        OSError: a file already exists, or the folder cannot be written.
     """
     try:
         lock = Lock(file.with_name(f".{file.name}.lock"), f"out={file}").acquire()

@@ -1,6 +1,6 @@
-"""The finished parts of a long job, in a folder: a kill loses the parts being made, and no others.
+"""Finished parts of a long job in a folder, so that the job can resume: a kill loses only unfinished parts.
 
-A part is a file of arrays, `NNNNNNN.npz`, complete or absent.
+A part is a file of arrays, `NNNNNNN.npz`, written atomically.
 """
 
 import errno
@@ -30,7 +30,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Images (n, H, W, C) uint8 of part `index`; cost: network evaluations and FLOPs of one, if drawn."""
+    """Images (n, H, W, C) uint8 of a part; cost: evaluations and FLOPs per image, None if not drawn."""
 
     index: int
     images: np.ndarray
@@ -41,11 +41,11 @@ class PartCache:
     """The finished parts of a job.
 
     Args:
-        path: their folder.
+        path: the folder.
         key: everything the parts depend on, as JSON.
-        num_items, part_size: number of images in all parts, and in each but the last.
-        hint: how to start again where a folder has parts of another key, for errors.
-        replace: remove parts of another key instead.
+        num_items, part_size: number of images, in total and in each part but the last.
+        hint: for errors: what to do if the folder has parts with another key.
+        replace: remove parts with another key instead of an error.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class PartCache:
         self._num_items, self._part_size, self._hint, self._replace = num_items, part_size, hint, replace
 
     def start(self) -> list[int]:
-        """Make the folder, or resume an existing one; return the missing parts."""
+        """Create the folder, or resume an existing one; return the missing parts."""
         file = self.path / KEY
         if self.path.is_symlink():
-            raise ValueError(f"{self.path} is a link, which may lead anywhere: remove it")
+            raise ValueError(f"{self.path} is a link, must be a folder: remove it")
         with explained(file):
             self.path.mkdir(parents=True, exist_ok=True)
             if not file.exists():
@@ -85,12 +85,12 @@ class PartCache:
         return self.missing()
 
     def done(self) -> set[int]:
-        """The finished parts."""
+        """Return the finished parts."""
         return {int(file.stem) for file in self.path.glob("*.npz") if file.stem.isdecimal()}
 
     def missing(self) -> list[int]:
-        """The parts that are not finished; all of them where the folder has parts of another key."""
-        with suppress(ValueError):  # damaged: refused or replaced by `start`
+        """Return the parts that are not finished; all parts if the folder has another key."""
+        with suppress(ValueError):  # damaged: `start` refuses or replaces it
             if saved_key(self.path) not in (self.key, {}):
                 return [*range(self.num_parts)]
         done = self.done()
@@ -102,19 +102,19 @@ class PartCache:
             np.savez(partial, **arrays)  # pyright: ignore[reportArgumentType]  no array is allow_pickle
 
     def read(self, i: int, *names: str) -> Arrays:
-        """Read the named arrays of a part (all, if none is); a damaged one is removed and made again."""
+        """Read the named arrays of a part, by default all. A damaged part is removed."""
         file = self.file(i)
         try:
             with zipfile.ZipFile(file) as archive:
-                every = [name.removesuffix(".npy") for name in archive.namelist()]
-                return {name: read_member(archive, name) for name in names or every}
+                all_names = [name.removesuffix(".npy") for name in archive.namelist()]
+                return {name: read_member(archive, name) for name in names or all_names}
         except ZIP_ERRORS as error:
-            # EINVAL: an offset before the start of a damaged file. Other system errors are not damage.
+            # EINVAL: an offset before the start of a damaged file. Other system errors do not mean damage.
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
                 raise
             file.unlink()
             raise ValueError(
-                f"{file} was damaged ({error}) and is removed: run the same command again"
+                f"{file} was damaged ({error}) and has been removed: run the same command again"
             ) from error
 
     def fill(
@@ -124,15 +124,15 @@ class PartCache:
         description: str,
         after_part: Callable[[], None] = lambda: None,
     ) -> None:
-        """Make the missing parts, each rank its share; collective. Another program waits for its end.
+        """Make the missing parts, a share on each rank; collective. Other programs wait until it ends.
 
         Args:
-            make: a generator of (part, its arrays) for each of the given parts.
-            description: of the progress bar.
-            after_part: called on the first rank, after each of its parts and at the end.
+            make: yields (part, arrays) for each of the given parts.
+            description: label of the progress bar.
+            after_part: called on the first rank after each of its parts, and at the end.
 
         Raises:
-            ValueError: see `start`; or a part is missing at the end.
+            ValueError: see `start`, or a part is missing at the end.
         """
         lock = Lock(self.path.with_name(f".{self.path.name}.lock"), str(self.path), wait_sec=math.inf)
         with lock if launch.is_main else nullcontext():
@@ -152,7 +152,7 @@ class PartCache:
                         after_part()
             launch.barrier()
         if launch.is_main:
-            after_part()  # with the last parts of other ranks
+            after_part()  # the other ranks have finished, too
             if missing := len(self.missing()):
                 count = f"{missing} of {self.num_parts}"
                 raise ValueError(f"{count} parts are missing: run the same command again")
@@ -163,46 +163,46 @@ class PartCache:
             yield
         except BaseException as error:
             if self.path.exists() and launch.world_size == 1 and not self.done():
-                self.remove()  # with nothing to resume
+                self.remove()  # nothing to resume
             elif isinstance(error, KeyboardInterrupt):
                 launch.print(f"\nstopped: the same command resumes from {self.path}")
             raise
 
     def remove(self) -> None:
-        """Remove all parts, and their folder."""
+        """Remove the folder with all parts."""
         shutil.rmtree(self.path)
 
     def file(self, i: int) -> Path:
-        """The file of a part."""
+        """Return the file of a part."""
         return self.path / f"{i:07d}.npz"
 
 
 def as_json(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert content to what a JSON file gives back."""
+    """Convert content to the types that a JSON file returns."""
     return json.loads(json.dumps(finite(content)))
 
 
 def digest_of(key: Mapping[str, Any]) -> str:
-    """A short hash of a key, to name the folder of its parts."""
+    """Hash a key for the name of a folder."""
     return hashlib.sha256(json.dumps(as_json(key), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def saved_key(path: Path) -> dict[str, Any]:
-    """Read the key of the parts in a folder; empty if there are none."""
+    """Read the key of the parts in a folder; empty if it has none."""
     file = path / KEY
     if not file.is_file():
         return {}
     try:
-        found = read_json(file, file.stat().st_size)
-        if not isinstance(found, dict):
+        key = read_json(file, file.stat().st_size)
+        if not isinstance(key, dict):
             raise ValueError(f"{file} is damaged, it is not an object")
     except ValueError as error:
         raise ValueError(f"{error}: remove {file.parent} and start again") from error
-    return found
+    return key
 
 
 def check_room(out: Path, num_bytes: int) -> None:
-    """Raise a ValueError where a disk has no room for what is about to be written."""
+    """Raise a ValueError if the disk of a file has fewer than `num_bytes` free."""
     free = shutil.disk_usage(next(folder for folder in out.resolve().parents if folder.exists())).free
     if free < num_bytes:
         room = f"{num_bytes / 2**30:.1f} GiB while it is written, {free / 2**30:.1f} are free"
@@ -211,7 +211,7 @@ def check_room(out: Path, num_bytes: int) -> None:
 
 @contextmanager
 def explained(file: Path) -> Iterator[None]:
-    """Say in errors of the disk that the job can be resumed."""
+    """Add to errors of the disk that the job can resume."""
     try:
         yield
     except OSError as error:

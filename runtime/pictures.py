@@ -16,10 +16,10 @@ CAPTION_HEIGHT, LETTER_WIDTH = 14, 6
 def save_grid(
     images: np.ndarray, file: Path, columns: int, captions: Sequence[str] | None = None
 ) -> np.ndarray:
-    """Write images (N, H, W, C) uint8 as one PNG and return it (height, width, C); enlarge small ones.
+    """Write images (N, H, W, C) uint8 as one PNG, small ones enlarged; return the grid (height, width, C).
 
     Args:
-        captions: of each image, written above a row unless they are those of the row before.
+        captions: one per image, written above a row unless the row before has the same.
     """
     columns = min(columns, len(images))
     zoom = zoom_of(images)
@@ -31,10 +31,10 @@ def save_grid(
     rows = rows.reshape(-1, height, columns * width, channels)
     parts, above = [], None
     for i, row in enumerate(rows):
-        said = None if captions is None else [*captions[i * columns : (i + 1) * columns]]
-        if said and said != (above or [])[: len(said)]:
-            parts.append(strip_of(said, width, columns, channels))
-            above = said
+        texts = None if captions is None else [*captions[i * columns : (i + 1) * columns]]
+        if texts and texts != (above or [])[: len(texts)]:
+            parts.append(strip_of(texts, width, columns, channels))
+            above = texts
         parts.append(row)
     grid = np.concatenate(parts)
     save_picture(grid, file)
@@ -55,6 +55,6 @@ def strip_of(captions: Sequence[str], width: int, columns: int, channels: int) -
 
 
 def save_picture(picture: np.ndarray, file: Path) -> None:
-    file.parent.mkdir(exist_ok=True)  # not its parents: a run folder that was removed stays so
+    file.parent.mkdir(exist_ok=True)  # without parents: a removed run folder is not created again
     with atomic_write(file) as partial:
         Image.fromarray(picture.squeeze(-1) if picture.shape[2] == 1 else picture).save(partial)

@@ -1,4 +1,4 @@
-"""What made a result: commit, code, versions, device, processor and command of a program."""
+"""The environment of a result: commit, code, versions, device, processor and command."""
 
 import os
 import platform
@@ -20,12 +20,12 @@ PROJECT = Path(__file__).resolve().parents[1]
 SOURCES = ("*.py", "configs/**/*.yaml", *(f"{package}/**/*.py" for package in OWN_PACKAGES))
 PACKAGES = ("torch", "torchvision", "timm", "accelerate", "hydra-core", "numpy", "scipy", "torch-fidelity")
 PACKAGES += ("pillow",)
-BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # as /proc/cpuinfo names them on x86 and Arm
+BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # in /proc/cpuinfo, on x86 and Arm
 RECORDS = (":!benchmarks/results", ":!study/results")  # results, not code
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Describe commit, versions, device, processor and command of this process."""
+    """Record the commit, versions, device, processor and command of this process."""
     return {
         "command": " ".join([os.path.relpath(sys.argv[0], PROJECT), *sys.argv[1:]]),
         "commit": _git("rev-parse", "HEAD"),
@@ -34,7 +34,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in PACKAGES},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "tf32": device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,  # but for scores
+        "tf32": device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32,  # scores turn it off
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "variables": recorded_variables(),
@@ -58,7 +58,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Map the dotted keys of nested dictionaries to their values."""
+    """Flatten nested dictionaries to dotted keys."""
     if not isinstance(config, dict):
         return {prefix: config}
     flat = {}
@@ -68,6 +68,6 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def source_sha256() -> str:
-    """Hash the code and configurations of this project, committed or not."""
+    """Hash the code and configurations of this project, with uncommitted changes."""
     files = {file.relative_to(PROJECT) for pattern in SOURCES for file in PROJECT.glob(pattern)}
     return hash_files(PROJECT, files)

@@ -1,4 +1,4 @@
-"""Tables as CSV, and tables of Markdown for people who read them in a terminal."""
+"""Tables as CSV, and aligned Markdown tables."""
 
 import csv
 import io
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows, which may have different columns, as CSV."""
+    """Format rows as CSV; their columns may differ."""
     text = io.StringIO()
     columns = list(dict.fromkeys(key for row in rows for key in row))
     writer = csv.DictWriter(text, columns, lineterminator="\n")
@@ -18,7 +18,7 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def aligned(text: str) -> str:
-    """Pad the cells of each table in a text: those of the first column on the right, others on the left."""
+    """Align the columns of each Markdown table in a text: the first to the left, the others to the right."""
     return re.sub(r"(^\|.*\n?)+", lambda table: _aligned(table[0]), text, flags=re.MULTILINE)
 
 

@@ -1,6 +1,6 @@
-"""What a configuration may build: what the YAML files of `configs/`, or of a --config-dir, name.
+"""Targets that a configuration may build: those in the YAML files of `configs/` and of --config-dir.
 
-A name is allowed only for the key for which a file names it: our own functions could be misused, too.
+A target is allowed only at the key where a file has it: functions of this project could be misused, too.
 """
 
 import re
@@ -15,11 +15,11 @@ import yaml
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 _PACKAGE = re.compile(r"(?:#.*\n)*?#\s*@package\s+(\S+)")
 
-Targets = dict[str, dict[str, str]]  # key of a node -> name that its _target_ may have -> file that says so
+Targets = dict[str, dict[str, str]]  # key of a node -> allowed _target_ -> file that has it
 
 
 def read_configs(folder: Path) -> Iterator[tuple[Path, str, Any]]:
-    """Yield each YAML file of a folder of configurations, the key of its content, and the content.
+    """Yield each YAML file of a folder of configurations with the key of its content and the content.
 
     Raises:
         ValueError: a file is not YAML.
@@ -45,7 +45,7 @@ def walk(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 @lru_cache
 def allowed_targets(folders: Sequence[Path] = (CONFIGS,)) -> Targets:
-    """Collect what the YAML files of folders name; items of a list share its key."""
+    """Collect the targets in the YAML files of folders; items of a list share its key."""
     targets: Targets = {}
     for folder in folders:
         for file, package, content in read_configs(folder):
@@ -55,23 +55,23 @@ def allowed_targets(folders: Sequence[Path] = (CONFIGS,)) -> Targets:
 
 
 def check_targets(node: Any, allowed: Targets, key: str = "") -> None:
-    """Raise a ValueError if a configuration names what may not be built there; nothing is imported."""
-    for place, name in _targets_in(node, key):
-        names = allowed.get(place, {})
+    """Raise a ValueError if a configuration has a target that is not allowed; nothing is imported."""
+    for target_key, name in _targets_in(node, key):
+        names = allowed.get(target_key, {})
         if not isinstance(name, str) or name not in names:
-            rule = f"must be {' or '.join(sorted(names))}" if names else "must not be there"
-            hint = "name other code in one of a folder that you give with --config-dir=FOLDER"
-            raise ValueError(f"{place}._target_={name} {rule}, as YAML files in configs/ say: {hint}")
+            rule = f"must be {' or '.join(sorted(names))}" if names else "is not allowed"
+            hint = "to use other code, name it in a YAML file of a folder given as --config-dir=FOLDER"
+            raise ValueError(f"{target_key}._target_={name} {rule}, as YAML files in configs/ say: {hint}")
 
 
 def check_apart(run: Path, folders: Sequence[Path]) -> None:
-    """Raise a ValueError if a run lies in a folder of configurations: it could allow itself any target."""
+    """Raise a ValueError if a run is inside a folder of configurations: it could allow itself any target."""
     if any(run.resolve().is_relative_to(folder.resolve()) for folder in folders):
-        raise ValueError(f"run={run} lies in a folder of configurations: give another one")
+        raise ValueError(f"run={run} must not be inside a folder of configurations: move it")
 
 
 def load_target(key: str, name: str) -> Callable[..., Any]:
-    """Import what a configuration names: an attribute of a module, even where a module has the same name."""
+    """Import a target: an attribute of a module, even if a submodule has the same name."""
     try:
         target = resolve_name(":".join(name.rsplit(".", 1)))
     except (ImportError, ValueError, AttributeError) as error:
@@ -82,6 +82,6 @@ def load_target(key: str, name: str) -> Callable[..., Any]:
 
 
 def _targets_in(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    for place, child in walk(node, key):
+    for child_key, child in walk(node, key):
         if isinstance(child, dict) and "_target_" in child:
-            yield re.sub(r"\.\d+\b", "", place), child["_target_"]
+            yield re.sub(r"\.\d+\b", "", child_key), child["_target_"]

@@ -1,4 +1,4 @@
-"""Golden losses and images: a refactoring must leave every digit of them as it is, on one machine.
+"""Golden losses and images: a refactoring must not change any digit of them on one machine.
 
     python -m tests.golden OUT.json         in a checkout before the change, and in one after it
     diff BEFORE.json AFTER.json
@@ -82,9 +82,9 @@ def main() -> None:
     out = parser.parse_args().out
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        found = {name: losses(folder, name, *overrides) for name, overrides in SETTINGS.items()}
+        results = {name: losses(folder, name, *overrides) for name, overrides in SETTINGS.items()}
         images = {f"{s}, {g}": image_hash(folder, s, g) for s in SAMPLERS for g in GUIDANCES}
-    out.write_text(json.dumps({"losses": found, "images": images}, indent=1) + "\n")
+    out.write_text(json.dumps({"losses": results, "images": images}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

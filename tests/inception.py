@@ -31,9 +31,9 @@ class Remembering(InceptionDetector):
         keys = [(image.shape, image.tobytes()) for image in images]
         new = {key: image for key, image in zip(keys, images, strict=True) if key not in self._known}
         if new:
-            found = super().__call__(np.stack(list(new.values())))
+            computed = super().__call__(np.stack(list(new.values())))
             for i, key in enumerate(new):
-                self._known[key] = {name: features[i] for name, features in found.items()}
+                self._known[key] = {name: features[i] for name, features in computed.items()}
         names = self._known[keys[0]]
         return {name: torch.stack([self._known[key][name] for key in keys]) for name in names}
 
@@ -50,16 +50,16 @@ class Projections:
     def __call__(self, images):
         pixels = torch.from_numpy(images).flatten(1).double() / 255
         generator = torch.Generator().manual_seed(0)
-        found = {}
+        computed = {}
         for name, size in self.num_features.items():
             weight = torch.randn(pixels.shape[1], size, generator=generator).double()
-            found[name] = (pixels @ weight).float()
-        return {**found, "probs": found["probs"].softmax(dim=1)}
+            computed[name] = (pixels @ weight).float()
+        return {**computed, "probs": computed["probs"].softmax(dim=1)}
 
 
 def adm_suite(detector, reference, **options):
     """Build an ADM suite with a detector of the test's."""
-    asked = {"precision_recall": True, "exact_distances": False, "kid": True, "batch_size": 8, **options}
-    asked = {"num_samples": 5, "labels": "random", "launch": ALONE, **asked}
+    defaults = {"precision_recall": True, "exact_distances": False, "kid": True, "batch_size": 8, **options}
+    defaults = {"num_samples": 5, "labels": "random", "launch": ALONE, **defaults}
     with mock.patch("evaluation.adm.InceptionDetector", lambda *_: detector):
-        return AdmSuite(reference, weights="", allow_unpublished_weights=True, **asked)
+        return AdmSuite(reference, weights="", allow_unpublished_weights=True, **defaults)

@@ -1,7 +1,7 @@
 """Mutation testing: run the tests on one wrong program after another, and see whether they fail.
 
     python -m tests.mutation                     all of them, half an hour on two cores
-    python -m tests.mutation diffusion/ ema.py   those of some files
+    python -m tests.mutation diffusion/ ema.py   some files only
 
 Each entry of `tests/mutations/*.yaml` names a text in a file of the core, its wrong replacement, and the
 tests that must fail. Copies are changed, never this tree.
@@ -70,14 +70,14 @@ def main() -> None:
         sys.exit("\n".join(["error: the lists do not fit the code:", *problems]))
     with tempfile.TemporaryDirectory(prefix="mutation_") as folder:
         copies = [_copy(Path(folder) / str(job)) for job in range(options.jobs)]
-        outcome, said = _run_tests(
+        outcome, output = _run_tests(
             copies[0], sorted({test for m in listed for test in m.tests.split()}), None
         )
         if outcome != GREEN:
-            sys.exit(f"error: tests fail on the unchanged code\n{said[-3000:]}")
+            sys.exit(f"error: tests fail on the unchanged code\n{output[-3000:]}")
         survived = []
-        for mutation, outcome, said in run(listed, copies):
-            tqdm.write(f"{outcome:5} {mutation}{_reason(said)}")
+        for mutation, outcome, output in run(listed, copies):
+            tqdm.write(f"{outcome:5} {mutation}{_reason(output)}")
             survived += [mutation] if outcome not in (RED, HANGS) else []
     print(f"{len(listed)} mutations, {len(listed) - len(survived)} red")
     if survived:
@@ -119,9 +119,9 @@ def _run_tests(copy: Path, tests: Sequence[str], timeout_sec: float | None) -> t
     return {0: GREEN, 1: RED}.get(code, f"pytest ended with {code}"), ended.stdout
 
 
-def _reason(said: str) -> str:
+def _reason(output: str) -> str:
     """Pytest's last line about a failed test: it shows whether the mutation was the cause."""
-    failures = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failures = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return f"  [{failures[-1].rpartition('::')[2][:160]}]" if failures else ""
 
 

@@ -1,4 +1,4 @@
-"""Readers of files from outside, small files for them, the damage done to these, and the table of all."""
+"""Readers of untrusted files, small files for them, ways to damage them, and the table of all cases."""
 
 import io
 import json
@@ -36,7 +36,7 @@ from training.weights import load_weights
 COUNT, SHAPE, HUGE = 6, (4, 4, 4), 10**15
 SIZES = {"input_size": 4, "in_channels": 4, "num_classes": 2}
 LABELS = b'{"labels": [["a.npy", 0]]}'
-# In place of a part of a configuration: what would run code if it were built.
+# Parts of a configuration that would run code if they were built.
 TIMEIT = {"_target_": "timeit.timeit", "stmt": "pass", "number": 0}
 TIMEIT["setup"] = "__import__('pathlib').Path('EXECUTED').touch()"
 
@@ -196,7 +196,7 @@ def cut_holes(path):
 
 
 def endless_holes(path):
-    """A tar whose list of holes goes on to its end."""
+    """A tar whose list of holes continues to its end."""
     member = tarfile.TarInfo("a.latent.npy")
     sparse = {"major": "1", "minor": "0", "name": "a", "realsize": "9"}
     member.pax_headers = {f"GNU.sparse.{key}": value for key, value in sparse.items()}
@@ -316,13 +316,13 @@ WEIGHTS = {
 WEIGHTS_DAMAGE = {
     "a pickle": (partial(written, data=PICKLE), "."),
     "objects": (lambda name: saved({"fc.weight": Malicious()}, name), "."),
-    "compression": (repacked, "is compressed, must be as torch.save writes it"),
+    "compression": (repacked, "is compressed, must be stored, as torch.save does"),
     "two directories": (two_directories, "does not end as files that torch.save writes"),
     "a comment": (
         lambda name: repacked(name, zipfile.ZIP_STORED, tail=b"PK"),
         "does not end as files that torch.save writes",
     ),
-    "members that overlap": (overlapping, "declares .* bytes, more than the .* that are there"),
+    "members that overlap": (overlapping, "declares .* bytes, but has "),
     "one number for many": (
         lambda name: saved({"fc.weight": torch.zeros(1).expand(HUGE)}, name),
         "weights do not match the model|declares .* bytes, more than the file holds",
@@ -346,7 +346,7 @@ def latents_of(**changes):
     return with_json(latent_folder(), "manifest.json", **changes)
 
 
-# What one reader alone meets: (the damage, the reader, the file, the rule).
+# Cases of a single reader: (damage, reader, file, rule).
 OTHERS = [
     ("weights.safetensors: a pickle", load_net, lambda: written("w.safetensors", PICKLE), "."),
     ("weights.safetensors: a tensor", load_net,
@@ -357,7 +357,7 @@ OTHERS = [
     ("reference: numbers", read_reference,
      lambda: npz(mu=declared((2048,), "|V2000000000"), sigma=ZEROS), "must be floats"),
     ("samples: an archive", read_images, lambda: inflated("a.npz", "arr_0.npy", declared((HUGE, 1, 1, 1))),
-     "declares .* bytes, more than the .* that are there can be"),
+     "declares .* bytes, more than its .* compressed bytes can hold"),
     ("samples: a size", read_images,
      lambda: npz(arr_0=declared((1, 10**6, 10**6, 3))), "at most .* pixels per image"),
     ("manifest: count", read_latents, lambda: latents_of(count=HUGE), "."),
@@ -436,8 +436,8 @@ def spoil_run(run, change):
     """Change a run: keys of its configuration (a dict), text added to it, or a file (name, content)."""
     file = run / "config.yaml"
     if isinstance(change, list):
-        for each in change:
-            spoil_run(run, each)
+        for part in change:
+            spoil_run(run, part)
     elif isinstance(change, dict):
         config = yaml.safe_load(file.read_text())
         for place, value in change.items():

@@ -1,4 +1,4 @@
-"""Run programs in forks of a process that has imported the libraries, which took most of the tests' time.
+"""Run programs in forks of a process that has already imported the libraries, to save time.
 
 Each fork has its own arguments, directory, environment and output. Tests that need a fresh process (signals,
 kills, launchers) are in `tests/faults`.
@@ -48,8 +48,10 @@ def start(program, *arguments, folder=ROOT, num_processes=1, check=True, variabl
         processes = []
         for rank in range(num_processes):
             place = {name: str(rank) for name in ("RANK", "LOCAL_RANK")} if num_processes > 1 else {}
-            own = (str(folder), environment | place, file_bytes, f"{output}/{rank}")
-            processes.append(_context.Process(target=_run, args=(program, [str(a) for a in arguments], *own)))
+            options = (str(folder), environment | place, file_bytes, f"{output}/{rank}")
+            processes.append(
+                _context.Process(target=_run, args=(program, [str(a) for a in arguments], *options))
+            )
             processes[-1].start()
         in_time = _ended(processes)
         stdout, stderr = (
@@ -63,7 +65,7 @@ def start(program, *arguments, folder=ROOT, num_processes=1, check=True, variabl
 
 
 def _ended(processes):
-    """Wait for all, kill those that time out, and return whether all ended or one of them failed."""
+    """Wait for all processes and kill the ones that time out; True if all ended, or one of them failed."""
     ends, running = time.monotonic() + MAX_SEC, list(processes)
     while running and time.monotonic() < ends:
         wait([process.sentinel for process in running], ends - time.monotonic())

@@ -1,4 +1,4 @@
-"""Networks of public code, written from their papers: what the project's own must agree with."""
+"""Networks of public code, written from their papers; the project's networks must agree with them."""
 
 import math
 
@@ -18,7 +18,7 @@ class PublicNetwork(nn.Module):
     """What the networks share, with the names of public checkpoints.
 
     Args:
-        switches: of the blocks: those of LightningDiT, and SPRINT's QKNorm.
+        switches: options of the blocks of LightningDiT, and QKNorm of SPRINT.
         num_rows: of the table of labels; the last is the null class, where it was trained.
     """
 
@@ -46,13 +46,13 @@ class PublicNetwork(nn.Module):
         return nn.ModuleDict({**parts, **norms, "adaLN_modulation": linear_after_silu(D, 6 * D)})
 
     @staticmethod
-    def angles(places, side, d):  # (..., d / 2): half of the pairs of a head by the row, half by the column
+    def angles(ids, side, d):  # (..., d / 2): half of the pairs of a head by the row, half by the column
         speed = 10000.0 ** -torch.arange(0, 1, 4 / d)
-        return torch.cat([(places // side)[..., None] * speed, (places % side)[..., None] * speed], dim=-1)
+        return torch.cat([(ids // side)[..., None] * speed, (ids % side)[..., None] * speed], dim=-1)
 
-    def turned(self, q, places, side):  # (N, L, H, d), pair by pair
+    def turned(self, q, ids, side):  # (N, L, H, d), pair by pair
         pairs = torch.view_as_complex(q.unflatten(-1, (-1, 2)).contiguous())
-        angles = self.angles(places, side, q.shape[-1])[..., None, :]
+        angles = self.angles(ids, side, q.shape[-1])[..., None, :]
         return torch.view_as_real(pairs * torch.polar(torch.ones(()), angles)).flatten(-2)
 
     def mlp(self, mlp, h):
@@ -75,8 +75,8 @@ class PublicNetwork(nn.Module):
         c = self.t_embedder["mlp"](torch.cat([angles.cos(), angles.sin()], dim=1))
         return c + self.y_embedder["embedding_table"](y)
 
-    def run(self, blocks, h, c, places, side):
-        """Blocks on tokens at `places` (L,) or (N, L) of a square of `side`."""
+    def run(self, blocks, h, c, ids, side):
+        """Blocks on tokens at `ids` (L,) or (N, L) of a square of `side`."""
         N, L, D = h.shape
         for block in blocks:
             a, b, gate, e, f, gate2 = block["adaLN_modulation"](c)[:, None].chunk(6, dim=2)
@@ -85,7 +85,7 @@ class PublicNetwork(nn.Module):
             if "QKNorm" in self.switches:
                 q, k = self.rms(q, attn["q_norm"].weight), self.rms(k, attn["k_norm"].weight)
             if "RoPE" in self.switches:
-                q, k = self.turned(q, places, side), self.turned(k, places, side)
+                q, k = self.turned(q, ids, side), self.turned(k, ids, side)
             weights = torch.einsum("nqhd,nkhd->nhqk", q, k).div(math.sqrt(D // self.heads)).softmax(-1)
             h = h + gate * attn["proj"](torch.einsum("nhqk,nkhd->nqhd", weights, v).flatten(2))
             h = h + gate2 * self.mlp(block["mlp"], self.norm(block, "norm2", h) * (1 + f) + e)
@@ -104,10 +104,10 @@ class PublicDiT(PublicNetwork):
     ):
         super().__init__(CHANNELS * (2 if learn_sigma else 1), switches, num_rows, width, heads)
         self.x_embedder = nn.ModuleDict({"proj": nn.Conv2d(CHANNELS, width, PATCH, PATCH)})
-        self.places = torch.arange((SIDE // PATCH) ** 2)
-        self.pos_embed = nn.Parameter(torch.randn(1, len(self.places), width), requires_grad=False)
+        self.ids = torch.arange((SIDE // PATCH) ** 2)
+        self.pos_embed = nn.Parameter(torch.randn(1, len(self.ids), width), requires_grad=False)
         if "RoPE" in switches:
-            angles = self.angles(self.places, SIDE // PATCH, width // heads).repeat_interleave(2, dim=1)
+            angles = self.angles(self.ids, SIDE // PATCH, width // heads).repeat_interleave(2, dim=1)
             self.feat_rope = nn.Module()
             self.feat_rope.register_buffer("freqs_cos", angles.cos())
             self.feat_rope.register_buffer("freqs_sin", angles.sin())
@@ -116,7 +116,7 @@ class PublicDiT(PublicNetwork):
     def forward(self, x, t, y):
         h, c = self.x_embedder["proj"](x).flatten(2).mT + self.pos_embed, self.condition(t, y)
         g, p = SIDE // PATCH, PATCH
-        h = self.last(self.run(self.blocks, h, c, self.places, g), c)
+        h = self.last(self.run(self.blocks, h, c, self.ids, g), c)
         h = h.view(len(x), g, g, p, p, h.shape[-1] // p**2)
         return torch.einsum("nijpqc->ncipjq", h).reshape(len(x), -1, g * p, g * p)
 
@@ -135,17 +135,17 @@ class PublicSprint(PublicNetwork):
     def forward(self, x, t, y, kept=None):
         """Velocity at time t, 1 at noise. kept (N, K): tokens in the middle; all if None, none if K = 0."""
         N, side = len(x), x.shape[-1] // PATCH
-        places = torch.arange(side**2).expand(N, -1)
+        ids = torch.arange(side**2).expand(N, -1)
         patches = torch.einsum("ncipjq->nijcpq", x.view(N, CHANNELS, side, PATCH, side, PATCH))
         h, c = self.x_embedder["proj"](patches.reshape(N, side**2, -1)), self.condition(t, y)
-        dense = self.run(self.encoder_blocks, h, c, places, side)
-        kept = places if kept is None else kept
+        dense = self.run(self.encoder_blocks, h, c, ids, side)
+        kept = ids if kept is None else kept
         deep = self.mask_token.expand(N, side**2, -1).clone()
         for i in range(N if kept.shape[1] else 0):
-            one, own = slice(i, i + 1), kept[i]
-            deep[one, own] = self.run(self.middle_blocks, dense[one, own], c[one], own, side)
+            one, keep = slice(i, i + 1), kept[i]
+            deep[one, keep] = self.run(self.middle_blocks, dense[one, keep], c[one], keep, side)
         h = self.renoise_linear(torch.cat([deep, dense], dim=2))
-        h = self.last(self.run(self.decoder_blocks, h, c, places, side), c)
+        h = self.last(self.run(self.decoder_blocks, h, c, ids, side), c)
         h = h.view(N, side, side, CHANNELS, PATCH, PATCH)
         return torch.einsum("nijcpq->ncipjq", h).reshape(x.shape)
 

@@ -44,7 +44,7 @@ CLOCKS = ("images_per_sec", "train_time_sec", "evaluation_time_sec", "tflops_per
 
 def composed(*overrides, config_name="config"):
     """Compose a configuration as the command line would, outside Hydra's application."""
-    # To compose takes half as long as a tiny run: it is cached, but for the folder.
+    # Composing takes half as long as a tiny run: it is cached, except for the folder.
     folders = [override for override in overrides if re.fullmatch(r"output_dir=[\w./-]+", override)]
     others = tuple(override for override in overrides if override not in folders)
     config = deepcopy(_composed(config_name, others))
@@ -102,7 +102,7 @@ def interrupted(trainer, run, at):
 
 
 def before_each_step(trainer, do):
-    """Have do(step) called before each step, when its batch is asked for."""
+    """Call do(step) before each step, when the trainer requests its batch."""
     from_step = trainer.batches.from_step
 
     def watched(start):
@@ -122,13 +122,13 @@ def metrics(folder, clocks=False):
 
 def runs_to_compare(folder):
     """Train dense and routed tiny runs, two seeds each, with pictures and losses; return their folders."""
-    found = []
+    runs = []
     for model in ("dit", "tread"):
         for seed in (0, 1):
             watched = ("train.eval_every=3", "train.sample_every=3", "sampler.num_steps=1")
             tiny_run(folder / f"{model}_{seed}", f"model={model}", f"seed={seed}", *watched)
-            found.append(folder / f"{model}_{seed}")
-    return found
+            runs.append(folder / f"{model}_{seed}")
+    return runs
 
 
 def open_weights_file(file, objective=None, latents=None):

@@ -1,4 +1,4 @@
-"""Every configuration composes, validates and builds; every wrong one is refused before any work."""
+"""Every configuration composes, validates and builds; wrong ones are refused before any work."""
 
 import hashlib
 import inspect
@@ -36,7 +36,7 @@ SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml") if p.stem 
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
 GROUPS = ["data", "parity", "diffusion", "optimizer", "ema", "sampler", "sampler/times", "guidance"]
 GROUPS += ["evaluation", "tracker"]
-# What the paper's code trains and samples with, in numbers; nothing else may have a say.
+# The numbers that the paper's code trains and samples with; no other file may change them.
 RECIPE = {
     "model": {
         "_target_": "models.DiT",
@@ -139,7 +139,7 @@ def test_every_size_composes_and_builds(model, size):
     shape = ["data=synthetic", "data.input_size=32"]
     config, net = built(f"model={model}", f"model/size={size}", *shape)
     letter, _, patch_size = size.partition("_")
-    widths = PUBLISHED_SIZES.get(letter, (128, 8, 4))  # those of tiny are our own
+    widths = PUBLISHED_SIZES.get(letter, (128, 8, 4))  # tiny is not published
     assert tuple(config["model"][key] for key in ("hidden_size", "depth", "num_heads")) == widths
     assert config["model"]["patch_size"] == int(patch_size or 1)
     assert len(net.routes) == (model != "dit")
@@ -154,7 +154,7 @@ def of_experiment(experiment, *keys):
 
 
 def job_of_sweep(choices, overrides, params=None):
-    """Return what Hydra says of a job; params: what an experiment sweeps."""
+    """Describe a job like Hydra; params: the swept keys of an experiment."""
     left_out = SimpleNamespace(exclude_keys=["model", "model/size", "data", "experiment", "seed"])
     return SimpleNamespace(
         runtime=SimpleNamespace(choices=choices),

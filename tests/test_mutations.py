@@ -8,8 +8,10 @@ MAX_ENTRIES = 300
 
 def test_every_text_and_every_test_of_the_lists_exists():
     listed = read_lists()
-    assert [problem for each in listed if (problem := each.problem())] == []
-    programs = {(each.file, (ROOT / each.file).read_text().replace(each.text, each.wrong)) for each in listed}
+    assert [problem for entry in listed if (problem := entry.problem())] == []
+    programs = {
+        (entry.file, (ROOT / entry.file).read_text().replace(entry.text, entry.wrong)) for entry in listed
+    }
     assert len(programs) == len(listed), "a mutation is listed twice"
     assert len(listed) <= MAX_ENTRIES, "each pins a line of the source"
 

@@ -71,7 +71,7 @@ PROGRAMS = {
 }
 
 
-# Programs whose arguments are no overrides of a configuration.
+# Programs with other arguments than overrides of a configuration.
 PARSERS = {"benchmarks.gpu": gpu.parse, "study.twins": twins.parse}
 CHECKS = {
     "evaluation.fetch": lambda request: [check_choice("files", f, PUBLISHED) for f in request.files],
@@ -82,7 +82,7 @@ CHECKS = {
 
 
 def overrides_of(command):
-    """The program of a command and its overrides, in a sweep with the first of the values."""
+    """Return the program of a command and its overrides; in a sweep, with the first value of each key."""
     words = shlex.split(command.removeprefix("until ").partition(";")[0], comments=True)
     (program,) = [word for word in words if word in PROGRAMS]
     given = words[words.index(program) + 1 :]
@@ -105,7 +105,7 @@ def test_commands_compose_and_validate(command, monkeypatch):
     if program not in ("train.py", "benchmarks.train_step"):
         config = composed(*overrides, config_name=PROGRAMS[program])
         request = resolve(config, OmegaConf.get_type(config))
-        # There is no run.
+        # The run does not exist.
         monkeypatch.setattr("builders.scoring.read_request", lambda request: (request, None))
         CHECKS.get(program, lambda request: None)(request)
         return
@@ -119,7 +119,9 @@ def test_commands_compose_and_validate(command, monkeypatch):
 
 
 def test_make_targets_exist_and_take_their_arguments():
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^(\w+):", makefile, flags=re.M)
+    assert targets == re.findall(r"^(\w+):.* ## ", makefile, flags=re.M), "make help explains each target"
     given = [shlex.split(command, comments=True)[1:] for command in COMMANDS if command.startswith("make ")]
     assert {target for target, *_ in given} <= set(targets)
     twin_studies = [words for target, *words in given if target == "twins"]
@@ -161,7 +163,7 @@ def test_linked_records_exist():
 
 
 def test_commands_of_published_results_are_the_recipe_to_the_last_key():
-    """Nothing held out, guidance of the guided row alone, and no keys but those of a row and of paths."""
+    """Nothing is held out, only the guided row has guidance; all other keys are a row's or paths."""
     free = {"experiment", "parity", "model/size", "data", "data.path"}
     free |= {"run", "run_name", "reference", "source", "out"}
     programs, rows = set(), read_rows()
@@ -222,8 +224,8 @@ def test_links_lead_to_files_and_headings():
 
 def keys_of(file, prefix):
     """The dotted keys of a YAML file of a group, without `_target_`."""
-    found = yaml.safe_load((ROOT / "configs" / file).read_text())
-    return {key for key in flatten(found.get(prefix, found), prefix) if not key.endswith("._target_")}
+    content = yaml.safe_load((ROOT / "configs" / file).read_text())
+    return {key for key in flatten(content.get(prefix, content), prefix) if not key.endswith("._target_")}
 
 
 def keys_of_group(group):
@@ -283,7 +285,7 @@ SHORTER = {
 
 @pytest.mark.slow
 def test_six_commands_lead_from_pictures_to_scores(tmp_path):
-    """As they stand, but for keys that make them short, and for random weights of the Inception network."""
+    """Run them as written, with keys that make them short, and random weights of the Inception network."""
     write_photographs(tmp_path / "IMAGES", per_class=10)
     section = README.split("## Your own images")[1]
     lines = re.search(r"```sh\n(.*?)```", section, flags=re.S)[1].splitlines()

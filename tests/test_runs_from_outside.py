@@ -64,12 +64,12 @@ CODE = [
      "config.yaml: data._target_=runtime.targets.load_target must be data.digits or "),
     ({"optimizer/_target_": "torch.optim.adam.torch.load"},
      "config.yaml: optimizer._target_=torch.optim.adam.torch.load must be torch.optim.AdamW"),
-    ({"model/routes": [TOUCH]}, "config.yaml: model.routes._target_=subprocess.call must not be there"),
-    ({"sampler/rho": TIMEIT}, "config.yaml: sampler.rho._target_=timeit.timeit must not be there"),
+    ({"model/routes": [TOUCH]}, "config.yaml: model.routes._target_=subprocess.call is not allowed"),
+    ({"sampler/rho": TIMEIT}, "config.yaml: sampler.rho._target_=timeit.timeit is not allowed"),
     ({"guidance": TIMEIT}, "config.yaml: guidance._target_=timeit.timeit must be diffusion.Auto"),
     ([("configs/sampler/own.yaml", b"_target_: timeit.timeit\n"), {"sampler": TIMEIT}],
      "config.yaml: sampler._target_=timeit.timeit must be diffusion.adaptive"),
-    ({"output_dir": "${oc.env:HOME}"}, "config.yaml: it has interpolations, which no run writes"),
+    ({"output_dir": "${oc.env:HOME}"}, "config.yaml: it has interpolations, but runs write plain values"),
     ("loop: !!pairs [a: '${latent_manifest:${oc.env:HOME},count}']\n",
      "config.yaml is damaged: it has the tag tag:yaml.org,2002:pairs"),
     ("seed: !!python/object/apply:os.system ['touch EXECUTED']\n",
@@ -81,7 +81,7 @@ VALUES_OF_RUNS = [
     ({"model/hidden_size": 60_000}, NO_MATCH),
     ({"model/depth": 10**7}, "config.yaml: model.depth=10000000 must be at most 1000"),
     ({"model/input_size": 100_000, "data": {**LATENTS, "input_size": 100_000}},
-     "ema.safetensors: 2500000000 tokens of latents (3, 100000, 100000) are more than 65536"),
+     "ema.safetensors: 2500000000 tokens of latents (3, 100000, 100000), must be at most 65536"),
     ({"model/input_size": 16, "data/input_size": 16}, NO_MATCH + "pos_embed is (1, 16, 32), "),
     ({"model/mlp_ratio": 1e7}, NO_MATCH + "blocks.0.mlp.fc1.bias is (128,), the"),
     ({"model/num_classes": 10**9, "data/num_classes": 10**9},
@@ -132,11 +132,11 @@ def run(trained, tmp_path, monkeypatch):
 
 def told(program, overrides=()):
     """The line in which a program refuses a run."""
-    module, asked = ASKED[program]
+    module, options = ASKED[program]
     reset_peak(CPU)
     before, started = peak_gib(CPU), time.monotonic()
     with pytest.raises(UserError) as raised:
-        module.main(composed("run=run", *asked, *overrides, config_name=program))
+        module.main(composed("run=run", *options, *overrides, config_name=program))
     assert time.monotonic() - started < MAX_SEC
     assert peak_gib(CPU) - before < MAX_GIB
     line = str(raised.value)
@@ -194,8 +194,11 @@ def test_no_link_of_a_run_lets_a_file_elsewhere_be_written(run, tmp_path_factory
     """Not by the lock, nor by the other files that are written on the way."""
     victim = tmp_path_factory.mktemp("elsewhere") / "victim"
     victim.write_text("mine")
-    _, asked = ASKED["sample"]
-    request, unfinished = composed("run=run", *asked, config_name="sample"), ".step_00000002_n2_seed0_2steps"
+    _, options = ASKED["sample"]
+    request, unfinished = (
+        composed("run=run", *options, config_name="sample"),
+        ".step_00000002_n2_seed0_2steps",
+    )
     (folder := run / "samples").mkdir()
     (lock := folder / f"{unfinished}.npz.lock").symlink_to(victim)
     with pytest.raises(UserError, match="cannot be written: "):
@@ -215,9 +218,9 @@ def test_a_folder_of_a_run_that_leads_elsewhere_is_not_written_to(run, tmp_path_
 
 
 def test_a_run_in_a_folder_of_configurations_is_refused(run, monkeypatch):
-    """Its own config.yaml would be one of those that say what may be built."""
+    """The run's config.yaml would be one of the files that allow targets."""
     monkeypatch.setattr(experiment, "config_folders", lambda: (CONFIGS, Path()))
-    assert told("sample").startswith("run=run lies in a folder of configurations")
+    assert told("sample").startswith("run=run must not be inside a folder of configurations")
 
 
 def reads_or_refuses(run, request, weights):
@@ -237,7 +240,7 @@ def test_any_files_of_a_run_are_read_or_refused(run, name):
     config, (weights,) = RunFolder(run).config(), run.glob("checkpoints/*/ema.safetensors")
     request = SampleConfig(run=str(run))
     groups = [group for group, node in config.items() if isinstance(node, dict)]
-    places = [(group,) for group in config] + [(group, key) for group in groups for key in config[group]]
+    paths = [(group,) for group in config] + [(group, key) for group in groups for key in config[group]]
     content = b"" if name == "any values" else (run / name).read_bytes()
 
     @FEWER
@@ -247,7 +250,7 @@ def test_any_files_of_a_run_are_read_or_refused(run, name):
         reads_or_refuses(run, request, weights)
 
     @FEWER
-    @given(st.sampled_from(places), VALUES)
+    @given(st.sampled_from(paths), VALUES)
     def fuzz_values(place, value):
         spoilt = yaml.safe_load(yaml.safe_dump(config))
         reduce(getitem, place[:-1], spoilt)[place[-1]] = value

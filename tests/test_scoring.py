@@ -47,11 +47,11 @@ def values(file):
 @pytest.mark.slow
 def test_a_run_is_scored_without_files_like_its_samples(folder):
     request = ("run=run", "num_samples=12", "batch_size=5")
-    asked = ("reference=reference.npz", "exact_distances=true", "kid=true")
-    from_run = fid(folder, *request, *asked, "out=direct.json", num_processes=2)
+    keys = ("reference=reference.npz", "exact_distances=true", "kid=true")
+    from_run = fid(folder, *request, *keys, "out=direct.json", num_processes=2)
     assert "fid12" in from_run.stdout
     start("sample.py", *request, "out=drawn.npz", folder=folder)
-    fid(folder, "samples=drawn.npz", *asked)
+    fid(folder, "samples=drawn.npz", *keys)
     direct, kept = (json.loads((folder / name).read_text()) for name in ("direct.json", "drawn.scores.json"))
     # a byte may round the other way in another batch
     assert direct["values"] == pytest.approx(kept["values"], rel=2e-3)
@@ -91,7 +91,7 @@ def test_a_run_is_scored_without_files_like_its_samples(folder):
     ],
 )  # fmt: skip
 def test_mistakes_end_in_one_line(folder, monkeypatch, overrides, message):
-    """Those that a process finds; tests/test_wrong_configs.py has the others."""
+    """Mistakes that a started process finds; tests/test_wrong_configs.py has the others."""
     monkeypatch.chdir(folder)
     before = files(folder)
     defaults = {"weights": "weights.pth", "allow_unpublished_weights": "true"}
@@ -151,8 +151,8 @@ def test_a_training_is_scored_at_its_intervals(folder, tmp_path):
 
 @pytest.mark.parametrize(("labels", "exact"), [("random", False), ("balanced", True)])
 def test_a_training_scores_samples_of_the_labels_that_it_records(folder, tmp_path, labels, exact):
-    asked = (f"evaluation.labels={labels}", f"evaluation.exact_distances={exact}", f"evaluation.kid={exact}")
-    trainer, run = tiny_trainer(tmp_path / "run", *adm(folder), *asked, "train.sample_every=4")
+    keys = (f"evaluation.labels={labels}", f"evaluation.exact_distances={exact}", f"evaluation.kid={exact}")
+    trainer, run = tiny_trainer(tmp_path / "run", *adm(folder), *keys, "train.sample_every=4")
     evaluators = {type(evaluator): evaluator for _, evaluator in trainer.evaluators}
     expected = {"random": random_labels(range(6), 10), "balanced": torch.arange(6)}
     assert isinstance(evaluators[ScoreSamples].suite, AdmSuite)

@@ -94,7 +94,7 @@ REFUSED = {
     "an odd output": (shaped(BIAS, 9), BIAS + NOT_AS.format("9,")),
     "a block beyond all": (
         renamed("middle_blocks.2.", "middle_blocks.999."),
-        "not those of model.depth=1002",
+        "fewer than model.depth=1002 needs",
     ),
 }
 

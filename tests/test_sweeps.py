@@ -44,7 +44,7 @@ extras = pytest.mark.skipif(
 
 
 def assert_same_as_alone(folder, alone, *overrides):
-    """A run's weights and metrics are those of the same run outside a sweep."""
+    """A run has the same weights and metrics as the same run outside a sweep."""
     tiny_run(alone, *overrides)
     assert metrics(folder) == metrics(alone)
     ours, theirs = (load_file(latest_checkpoint(run) / "net.safetensors") for run in (folder, alone))
@@ -59,7 +59,7 @@ def test_a_job_that_fails_stops_no_other_and_changes_none(tmp_path):
     assert heading == "error: 1 of the jobs failed:"
     assert job.startswith("  optimizer.lr=-1")
     assert job.endswith(": optimizer: Invalid learning rate: -1.0")
-    assert again.startswith("The same command runs them again, and passes over what is finished: python ")
+    assert again.startswith("The same command runs these jobs again and skips the finished ones: python ")
     assert again.endswith(" ".join(JOBS))
     (folder,) = (tmp_path / "runs").glob("*/")
     assert "lr-0.0003" in folder.name
@@ -208,7 +208,7 @@ def test_a_sweeper_is_told_the_newest_value_of_a_metric(tmp_path):
     ],
 )
 def test_a_number_that_a_run_does_not_log_is_no_metric_of_a_sweep(tmp_path, overrides, known):
-    with pytest.raises(ValueError, match=rf"^sweep_metric=\w+ must be one of what the run logs: {known}$"):
+    with pytest.raises(ValueError, match=rf"^sweep_metric=\w+ must be a metric of the run: {known}$"):
         tiny_trainer(tmp_path / "run", *overrides)
     assert not RunFolder(tmp_path / "run").manifest_file.exists()
     tiny_trainer(tmp_path / "run", "sweep_metric='val_loss_dense_ema/t=0.3'", "train.eval_every=2")
@@ -218,7 +218,7 @@ def test_a_choice_that_needs_an_extra_says_what_to_install(tmp_path):
     choice = ("-m", "hydra/launcher=slurm", "seed=0,1")
     result = start(f"-c {WITHOUT_EXTRAS}", *choice, folder=tmp_path, check=False)
     (line,) = [line for line in result.stderr.splitlines() if line]
-    assert line.endswith(", which `pip install -r requirements-sweeps.txt` brings")
+    assert line.endswith(": run `pip install -r requirements-sweeps.txt`")
     assert line.startswith("error: In 'hydra/launcher/slurm': Could not load 'hydra/")
 
 
@@ -236,7 +236,7 @@ def test_who_started_the_run_is_asked_to_start_it_again():
 
 
 def sweep(folder, *arguments):
-    """Start a sweep in a process of its own: launchers import its main module again."""
+    """Start a sweep in a new process: launchers import its main module again."""
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with (folder / "output").open("a") as output:
@@ -323,6 +323,6 @@ def test_a_search_continues_where_it_was_and_survives_trials_that_fail(tmp_path)
     assert status == 1
     assert output.count("is finished: raise train.total_steps") == len(tried[0])
     best = yaml.safe_load((tmp_path / "runs/optimization_results.yaml").read_text())
-    found = {name: metrics(tmp_path / "runs" / name)[-1]["val_loss_dense_ema"] for name in tried[1]}
-    assert best["best_value"] == min(found.values())
-    assert f"lr-{best['best_params']['optimizer.lr']}" in min(found, key=found.get)
+    losses = {name: metrics(tmp_path / "runs" / name)[-1]["val_loss_dense_ema"] for name in tried[1]}
+    assert best["best_value"] == min(losses.values())
+    assert f"lr-{best['best_params']['optimizer.lr']}" in min(losses, key=losses.get)

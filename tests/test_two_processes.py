@@ -1,4 +1,4 @@
-"""Two processes against one, in a single start of both, as forks of the server of tests/programs.py."""
+"""Compare two processes with one; both are started once, as forks of the server in tests/programs.py."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ NUM_IMAGES, NUM_KEPT, SIDE = 23, 9, 4
 
 
 class Pixels:
-    """Pixels as features: what is tested is how those of all images are combined."""
+    """Pixels as features: the tests are about how features of all images are combined."""
 
     device, record = torch.device("cpu"), {"checked": "sha256", "tensors_sha256": "0"}
     num_features = dict.fromkeys(("pool", "spatial", "probs"), 3 * SIDE**2)
@@ -85,7 +85,7 @@ def run_options(folder, overflow="bypass"):
 
 
 def spoil(trainer):
-    """Make the loss of one sample of one step nan, by its place in the global batch."""
+    """Make the loss of one sample of one step nan, by its index in the global batch."""
     generator, loss, drawn = trainer.batches.generator, trainer.loss, []
     trainer.batches.generator = lambda *of: (drawn.append(of), generator(*of))[1]
 
@@ -97,11 +97,11 @@ def spoil(trainer):
     trainer.loss = spoilt
 
 
-def trained(folder, *overrides, asked=False):
+def trained(folder, *overrides, ask_to_stop=False):
     """Train with a spoilt step; return why the run stopped and a hash of this process's weights."""
     trainer, run = tiny_trainer(folder, *overrides)
     spoil(trainer)
-    if asked:
+    if ask_to_stop:
         before_each_step(trainer, lambda step: step == STOPPED_STEP and os.kill(os.getpid(), signal.SIGTERM))
     reason = run_training(trainer, run)
     tensors = [*trainer.net.parameters(), *trainer.ema.net.parameters()]
@@ -140,28 +140,28 @@ def fail():
 
 
 def process(rank, folder):
-    """Do all that the tests look at, in one of the processes, and save the outcome."""
+    """Run everything that the tests check in one of the processes, and save the results."""
     torch.set_num_threads(1)
     os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")} | {"ACCELERATE_USE_CPU": "true"}
     os.environ |= {name: str(NUM_PROCESSES) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    # A process whose peer does something else must not wait for ever.
+    # A process must not wait for ever if its peer does something else.
     group = {"rank": rank, "world_size": NUM_PROCESSES, "timeout": timedelta(seconds=60)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", **group)
     launch = Launch.of(PartialState(cpu=True))
-    found = {}
+    outcomes = {}
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch)
-        found["whole"] = trained(folder / "whole", *run_options(folder))
-        found["stopped"] = trained(folder / "stopped", *run_options(folder), asked=rank == 1)
-        found["resumed"] = trained(folder / "stopped", *run_options(folder))
-        found["handed"] = trained(folder / "handed", *run_options(folder), "train.total_steps=4")
+        outcomes["whole"] = trained(folder / "whole", *run_options(folder))
+        outcomes["stopped"] = trained(folder / "stopped", *run_options(folder), ask_to_stop=rank == 1)
+        outcomes["resumed"] = trained(folder / "stopped", *run_options(folder))
+        outcomes["handed"] = trained(folder / "handed", *run_options(folder), "train.total_steps=4")
         tiny_run(folder / "grown", *run_options(folder, "grow"), "train.total_steps=2", "train.log_every=1")
         tiny_run(folder / "smaller", "train.total_steps=3")
-        found["scores"] = scored(folder, launch)
+        outcomes["scores"] = scored(folder, launch)
     draw(folder, NUM_PROCESSES)
-    found["differing"] = refusal(lambda: launch.assert_ranks_agree({"same": 0, "seed": rank}))
-    found["undecided"] = refusal(lambda: launch.broadcast_from_main(fail))
-    torch.save(found, folder / f"{rank}.pt")
+    outcomes["differing"] = refusal(lambda: launch.assert_ranks_agree({"same": 0, "seed": rank}))
+    outcomes["undecided"] = refusal(lambda: launch.broadcast_from_main(fail))
+    torch.save(outcomes, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -175,7 +175,7 @@ def folder(tmp_path_factory):
         trained(folder / "handed", *run_options(folder), "train.total_steps=2")
         tiny_run(folder / "smaller", "train.total_steps=2")
         torch.multiprocessing.start_processes(process, (folder,), NUM_PROCESSES, start_method="forkserver")
-        with redirect_stdout((folder / "said.txt").open("w")) as said, said:
+        with redirect_stdout((folder / "said.txt").open("w")) as log, log:
             trained(folder / "handed", *run_options(folder))
         trained(folder / "one", *run_options(folder))
         grown = (*run_options(folder, "grow"), "train.total_steps=2", "train.log_every=1")
@@ -185,8 +185,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(folder):
-    """What each of the two ranks returned."""
+def outcomes(folder):
+    """The results of the two ranks."""
     return [SimpleNamespace(**torch.load(folder / f"{rank}.pt")) for rank in range(NUM_PROCESSES)]
 
 
@@ -224,13 +224,13 @@ def test_the_skipped_step_names_the_sample_at_fault(folder):
     assert skipped["entries"][0] == trainer.batches.entries(SPOILT_STEP)[SPOILT_PLACE]
 
 
-def test_all_processes_have_the_same_weights(found):
+def test_all_processes_have_the_same_weights(outcomes):
     for name in ("whole", "stopped", "resumed", "handed"):
-        assert len({getattr(of_one, name)[1] for of_one in found}) == 1
+        assert len({getattr(of_one, name)[1] for of_one in outcomes}) == 1
 
 
-def test_all_stop_where_one_process_is_asked_to_and_go_on_bitwise(folder, found):
-    assert [of_one.stopped[0] for of_one in found] == ["SIGTERM"] * NUM_PROCESSES
+def test_all_stop_where_one_process_is_asked_to_and_go_on_bitwise(folder, outcomes):
+    assert [of_one.stopped[0] for of_one in outcomes] == ["SIGTERM"] * NUM_PROCESSES
     starts = json.loads((folder / "stopped/manifest.json").read_text())["starts"]
     assert [start["step"] for start in starts] == [0, STOPPED_STEP + 1]
     assert_same_run(folder / "whole", folder / "stopped")
@@ -279,12 +279,12 @@ def test_two_processes_draw_the_images_of_one_bit_for_bit(folder, name):
         assert np.array_equal(one[array], two[array])
 
 
-def test_two_processes_score_as_one_and_the_first_tells(folder, found):
+def test_two_processes_score_as_one_and_the_first_tells(folder, outcomes):
     one, num_seen = torch.load(folder / "scores_of_one.pt")
     names = ("fid", "sfid", "is", "precision", "recall", "kid", "kid_std")
     assert one.keys() == {f"{name}{NUM_IMAGES + 4}" for name in names}
     assert one[f"is{NUM_IMAGES + 4}"] > 1.5
-    (scores, num_seen_by_first), (none, num_seen_by_second) = found[0].scores, found[1].scores
+    (scores, num_seen_by_first), (none, num_seen_by_second) = outcomes[0].scores, outcomes[1].scores
     assert scores == pytest.approx(one, rel=1e-6)
     assert none == {}
     assert num_seen_by_first + num_seen_by_second == num_seen == 2 * NUM_IMAGES + NUM_IMAGES + 4
@@ -299,11 +299,11 @@ def test_a_reference_keeps_the_order_of_its_images(folder):
                 assert close(one[name], two[name]), name
 
 
-def test_ranks_that_disagree_refuse_together(found):
-    said = "ValueError('ranks disagree on seed: 0 in process 0, 1 in process 1')"
-    assert [of_one.differing for of_one in found] == [said] * NUM_PROCESSES
+def test_ranks_that_disagree_refuse_together(outcomes):
+    message = "ValueError('ranks disagree on seed: 0 in process 0, 1 in process 1')"
+    assert [of_one.differing for of_one in outcomes] == [message] * NUM_PROCESSES
 
 
-def test_none_waits_for_a_decision_that_failed(found):
+def test_none_waits_for_a_decision_that_failed(outcomes):
     told = ["MemoryError('none left')", "RuntimeError('process 0: MemoryError: none left')"]
-    assert [of_one.undecided for of_one in found] == told
+    assert [of_one.undecided for of_one in outcomes] == told

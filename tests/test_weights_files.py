@@ -28,27 +28,27 @@ NET = small_dit()
 
 
 def legacy(state):
-    """REPA's earlier layout, which counts the blocks after those of the alignment anew."""
-    found = {}
+    """REPA's earlier layout, which numbers the blocks after the aligned ones from 0 again."""
+    renamed = {}
     for name, tensor in state.items():
         group, _, rest = name.partition(".")
         index, _, part = rest.partition(".")
         is_late = group == "blocks" and int(index) >= 4
-        found[f"decoder_blocks.{int(index) - 4}.{part}" if is_late else name] = tensor
-    return found
+        renamed[f"decoder_blocks.{int(index) - 4}.{part}" if is_late else name] = tensor
+    return renamed
 
 
 def saved_as(code, net, file):
     """Save a network the way that public code saves it."""
-    state, said = net.state_dict(), {"num_classes": CLASSES}
+    state, declared = net.state_dict(), {"num_classes": CLASSES}
     heads = {"projectors.0.0.weight": torch.zeros(3, 3)}
     content = {
-        "dit_training": {"model": {}, "ema": state, "opt": {}, "args": argparse.Namespace(**said)},
+        "dit_training": {"model": {}, "ema": state, "opt": {}, "args": argparse.Namespace(**declared)},
         "repa": {"model": {}, "ema": state | heads, "steps": 4},
         "repa_legacy": {"model": {}, "ema": legacy(state) | heads, "steps": 4},
         "lightning": {"model": {}, "ema": state, "opt": {}, "config": {"train": {"max_steps": 8}}},
-        "lightning_classes": {"model": {}, "ema": state, "config": {"data": said}},
-        "no_null_class": {"ema": state, "args": argparse.Namespace(**said)},
+        "lightning_classes": {"model": {}, "ema": state, "config": {"data": declared}},
+        "no_null_class": {"ema": state, "args": argparse.Namespace(**declared)},
         "tread": {"ema": {f"module.{k}": v for k, v in state.items()}},
     }
     torch.save(content.get(code, state), file)  # the published files are the averaged weights alone
@@ -107,7 +107,7 @@ def test_files_of_public_code_give_its_outputs(code, tmp_path):
 
 @pytest.mark.parametrize("rope, swiglu, rms_norm", list(product([False, True], repeat=3)))
 def test_each_combination_of_lightningdits_switches_is_right_or_refused(rope, swiglu, rms_norm, tmp_path):
-    """Whether it is sampled or a run starts from it; those that are right are in the test above."""
+    """It is sampled, or a run starts from it; the test above has the supported combinations."""
     on = [name for name, given in zip(SWITCHES, (rope, swiglu, rms_norm), strict=True) if given]
     torch.save({"ema": public(switches=on, depth=1).state_dict()}, tmp_path / "file.pt")
     if len(on) in (0, 3):
@@ -179,7 +179,7 @@ MOMENTS = {"state": {i: {"exp_avg": torch.zeros(3), "step": 1} for i in range(20
     ],
 )  # fmt: skip
 def test_weights_of_a_file_are_known_or_refused(content, expected, tmp_path):
-    """Averages under other names, prefixes that collide, and parts that nobody here knows."""
+    """Averages under other names, prefixes that collide, and unknown parts."""
     torch.save(content, tmp_path / "file.pt")
     if expected in weights.ENTRIES:
         assert weights.read_weights(tmp_path / "file.pt").entry == expected
@@ -190,14 +190,16 @@ def test_weights_of_a_file_are_known_or_refused(content, expected, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "num_rows, said, expected",
+    "num_rows, declared, expected",
     [(11, 11, (11, 0.0)), (10, 9, (9, 0.1)), (11, None, (10, 0.1)), (1001, None, (1000,)), (0, 1000, (0,))],
 )
-def test_a_file_is_asked_how_many_classes_it_has(num_rows, said, expected, tmp_path):
-    """Without a table of labels none, whatever the arguments of its script have as default."""
+def test_a_file_is_asked_how_many_classes_it_has(num_rows, declared, expected, tmp_path):
+    """Without a table of labels it has none, even if the arguments of its script have a default."""
     state = public(depth=1, num_rows=num_rows).state_dict()
     state = state if num_rows else {name: tensor for name, tensor in state.items() if "y_embed" not in name}
-    torch.save({"ema": state, **({"args": {"num_classes": said}} if said else {})}, tmp_path / "file.pt")
+    torch.save(
+        {"ema": state, **({"args": {"num_classes": declared}} if declared else {})}, tmp_path / "file.pt"
+    )
     net = open_weights_file(tmp_path / "file.pt", "sit").precond.net
     assert (net.num_classes, net.class_dropout_prob)[: len(expected)] == expected
 
@@ -207,7 +209,7 @@ ROLLED = {"feat_rope.freqs_sin": public(switches=SWITCHES, depth=1).feat_rope.fr
 
 
 @pytest.mark.parametrize(
-    "options, changes, said, objective, told",
+    "options, changes, declared, objective, told",
     [
         ({}, {}, None, None, "objective must be given"),
         ({}, WIDE, None, "edm", "hidden_size=400 must be a published width"),
@@ -219,22 +221,26 @@ ROLLED = {"feat_rope.freqs_sin": public(switches=SWITCHES, depth=1).feat_rope.fr
         ({"num_rows": 11}, {}, 12, "sit", "11 rows of labels must be num_classes=12, from the file, or"),
     ],
 )  # fmt: skip
-def test_what_a_file_does_not_say_is_refused(options, changes, said, objective, told, tmp_path):
+def test_what_a_file_does_not_say_is_refused(options, changes, declared, objective, told, tmp_path):
     state = public(depth=1, **options).state_dict() | changes
     state = {name: tensor for name, tensor in state.items() if tensor is not None}
-    torch.save({"ema": state, **({"args": {"num_classes": said}} if said else {})}, tmp_path / "file.pt")
+    torch.save(
+        {"ema": state, **({"args": {"num_classes": declared}} if declared else {})}, tmp_path / "file.pt"
+    )
     with pytest.raises(ValueError, match=told):
         open_weights_file(tmp_path / "file.pt", objective)
 
 
 def test_latents_of_another_autoencoder_have_to_be_described(tmp_path):
-    """By a folder of them: a file does not say how they are scaled."""
+    """A folder of latents is needed: a file does not contain their scale."""
     state = public(depth=1).state_dict()
     state["x_embedder.proj.weight"] = torch.zeros(WIDTH, 6, PATCH, PATCH)
     state["final_layer.linear.weight"] = torch.zeros(6 * PATCH**2, WIDTH)
     state["final_layer.linear.bias"] = torch.zeros(6 * PATCH**2)
     torch.save({"ema": state}, tmp_path / "six.pt")
-    with pytest.raises(ValueError, match=r"latents of 6 channels, not those of .*: give latents=FOLDER"):
+    with pytest.raises(
+        ValueError, match=r"latents of 6 channels, which .* does not make: give latents=FOLDER"
+    ):
         open_weights_file(tmp_path / "six.pt", "sit")
     scale = tuple(0.1 * (i + 1) for i in range(6))
     manifest = LatentManifest(2, (6, SIDE, SIDE), "float32", "samples", CLASSES, "OWNER/NAME", scale=scale)
@@ -253,7 +259,7 @@ def test_files_of_this_project_say_what_they_are(tmp_path):
         open_weights_file(tmp_path / "cut.safetensors")
     (step := tmp_path / "r/checkpoints/step_00000004").mkdir(parents=True)
     save_file(net, step / "ema.safetensors")
-    with pytest.raises(ValueError, match=f"is of a run: give run={tmp_path}/r checkpoint=step_00000004"):
+    with pytest.raises(ValueError, match=f"belongs to a run: give run={tmp_path}/r checkpoint=step_00000004"):
         open_weights_file(step / "ema.safetensors", "edm")
 
 

@@ -1,4 +1,4 @@
-"""Every key of every program given a wrong value, every rule across keys broken: one line each, and no device is touched."""
+"""Wrong values of every key and broken rules across keys: each gives one line, and no device is touched."""
 
 import hashlib
 import io
@@ -44,14 +44,14 @@ ENCODE, CONVERT = "source=file out=new", "format=repa source=file out=new"
 # Shapes of what a small FLUX is fine-tuned on.
 INPUTS = {"latents": (80, 16, 8, 8), "text": (80, 5, 48), "pooled": (80, 24), "masks": (80, 8, 8)}
 
-# What makes a request complete, of a program or of an option of a group.
+# Overrides that complete the request of a program or of an option of a group.
 COMPLETE = {
     "train": "", "sample": "run=r", "fid": FILES, "encode": ENCODE, "convert": CONVERT,
     "finetune": FINETUNE, "data=imagenet256": IMAGENET, "evaluation=adm": ADM,
     "guidance=auto": "guidance=auto guidance.weak_run=r",
 }  # fmt: skip
-# (programs, the rule that a line must tell, values of single keys that break it). A key without a value here
-# or in KEYS has no rule but its type.
+# (programs, the rule in the message, values of single keys that break it). Keys without a value here or in KEYS
+# are only checked for their type.
 VALUES = [
     ("train", POSITIVE, "model.input_size=0 model.in_channels=0 model.depth=0 model.num_heads=0 model.mlp_ratio=0"),
     ("train", POSITIVE, "data.num_entries=0 data.num_components=0 data.num_images=0"),
@@ -96,7 +96,7 @@ VALUES = [
     ("train", "must be in [-8, 7] for depth=8", "model.routes.0.end_layer_idx=8"),
     ("train", "needs routing.schedule=linear or cosine", "routing.start_factor=0.5"),
     ("train", "must not be empty", "run_name='' output_dir=''"),
-    ("train", "must be a name below runs/: output_dir sets any other place", "run_name=../elsewhere run_name=/elsewhere"),
+    ("train", "must be a name below runs/: set output_dir for another folder", "run_name=../elsewhere run_name=/elsewhere"),
     ("train", "is not a run directory (no nowhere/config.yaml)", "guidance.weak_run=nowhere"),
     ("train", "not found: see `python -m evaluation.fetch`", "evaluation.reference=nowhere"),
     ("train", "not found: give a weights file, a checkpoint folder or a run folder", "train.init_from=nowhere"),
@@ -131,7 +131,7 @@ VALUES = [
     ("finetune", "is not a SimpleTuner configuration: ", "tread_config=nowhere"),
     ("finetune", "must be less than the 80 rows of flux", "num_held_out=80"),
 ]  # fmt: skip
-# The same where other keys have to be set first: (program, overrides, of which the last is wrong, the rule).
+# The same with other keys set first: (program, overrides, the last of which is wrong, rule).
 KEYS = [
     ("train", f"{SYNTHETIC} data.num_held_out=1024", "must be in [0, 1023]"),
     ("train", f"{SYNTHETIC} data.num_entries=2000000", "must give at most 268435456 numbers"),
@@ -150,7 +150,7 @@ KEYS = [
     ("finetune", f"{FINETUNE} {ONE_ROUTE} router=nearest", "must be one of random, norm"),
     ("finetune", f"{FINETUNE} {ONE_ROUTE} off_last_steps=1001", "must be in [0, total_steps=1000]"),
 ]  # fmt: skip
-# (program, what a misspelt key is taken for, misspelt keys).
+# (program, suggested key, misspelt keys).
 SUGGESTIONS = [
     ("train", "train.total_steps", "train.total_stepz=3"),
     ("train", "model", "modle=dit"),
@@ -164,14 +164,14 @@ SUGGESTIONS = [
     ("sample", "num_samples", "num_sampels=3"),
 ]  # fmt: skip
 
-# (program, overrides, how the line begins): rules across keys, and what is not a value at all.
+# (program, overrides, beginning of the line): rules across keys, and overrides that are not values.
 RULES = [
     ("train", "optimizer.lr=-1", "optimizer: Invalid learning rate: -1"),
     ("train", "optimizer.betas=[0.9]", "optimizer: "),
     ("train", "experiment=ablation_masking diffusion=flow", "train.reconstruction_weight=0.1 needs diffusion=edm"),
     ("train", "train.reconstruction_weight=0.1", "train.reconstruction_weight=0.1 needs train.kept_tokens_only=true"),
     ("train", "model/router=norm train.kept_tokens_only=true", "train.kept_tokens_only=true needs model/router=random"),
-    ("train", "model.in_channels=3", "the model takes latents of (3, 8, 8), those of the data are (1, 8, 8)"),
+    ("train", "model.in_channels=3", "the model takes latents of (3, 8, 8), but the data have (1, 8, 8)"),
     ("train", "model=sprint model.routes=[]", "model.routes=[]: SPRINT training requires you to configure the routes, e.g. model/rou"),
     ("train", "model.rejoin=5", "model.rejoin=5 must name a _target_"),
     ("train", "model=dit guidance=path_drop", "guidance=path_drop needs a network with routes (model=sprint)"),
@@ -198,19 +198,22 @@ RULES = [
     ("train", "evaluation=digits train.save_every=300", "train.eval_every=500 must be a multiple of train.save_every=300"),
     ("train", "train.micro_batch_size=5", "train.batch_size=32 must be a multiple of train.micro_batch_size=5"),
     ("train", "train.init_from=file", "train.init_from=file does not say what it predicts: give "),
-    ("train", "train.init_from_objective=edm", "train.init_from_objective=edm has no meaning without train.init_from"),
-    ("train", "train.init_from_label_table=false", "train.init_from_label_table=false has no meaning without train.init_from"),
+    ("train", "train.init_from_objective=edm", "train.init_from_objective=edm does not apply without train.init_from"),
+    ("train", "train.init_from_label_table=false", "train.init_from_label_table=false does not apply without train.init_from"),
     ("train", "model.class_dropout_prob=0 guidance=cfg", "guidance.guidance_scale=1.5 must be 1 for a network whose "),
     ("train", "train.init_from=own train.init_from_objective=flow", "train.init_from_objective=flow must not be given fo"),
     ("train", "~train", "train must not be removed"),
     ("train", "~train.batch_size", "~train.batch_size: TrainConfig (DictConfig) does not support deletion"),
-    ("train", "~data.num_classes", "model.num_classes takes its value from data.num_classes, which is not there"),
+    ("train", "~data.num_classes", "model.num_classes takes its value from data.num_classes, which is missing"),
     ("train", "~model.depth", "model.depth must be given: DiT needs it"),
     ("train", "~sampler", "sampler={} must name a _target_"),
     ("train", "++train.total_stepz=3", "train.total_stepz=3 is not known: did you mean total_steps?"),
     ("train", "++model.hiden_size=3", "model.hiden_size=3 is not known: did you mean hidden_size?"),
     ("train", "qqqq=2", "qqqq is not known"),
-    ("train", "optimizer=adam", "In 'config': Could not find 'optimizer/adam' Available options in 'optimizer': adamw"),
+    ("train", "optimizer=adam", "optimizer=adam is not known: did you mean adamw?"),
+    ("train", "optimizer=lion", "optimizer=lion must be one of adamw, adamw_latents, adamw_small, muon, sgd"),
+    ("train", "experiment=imagenet256_tread_b_2", "experiment=imagenet256_tread_b_2 is not known: did you mean imagenet256_tr"),
+    ("train", "sampler=dopri5 sampler.S_churn=20", "sampler.S_churn needs sampler=edm or sampler=heun on the command line"),
     ("train", "train=5", "train=5: is a group of keys, set one by one"),
     ("train", "train.total_steps=null", "train.total_steps=null: field 'train.total_steps' is not Optional"),
     ("train", "train.total_steps", "train.total_steps cannot be read: must be KEY=VALUE"),
@@ -218,20 +221,23 @@ RULES = [
     ("train", "seed=0,1", "Ambiguous value for argument 'seed=0,1'"),
     ("train", "optimizer.betas=[0.9, 0.99]", "optimizer.betas=[0.9, cannot be read: must be KEY=VALUE without spaces"),
     ("train", "sampler=true", "Config group override must be a string or a list. Got bool"),
-    ("train", "model=dit --seed=1", "--seed=1 is no option (--help lists them): keys are set without dashes, as seed=1"),
+    ("train", "model=dit --seed=1", "--seed=1 is not an option (see --help): set keys without dashes, as seed=1"),
     ("train", "model.routes.1.selection_ratio=0.3", "model.routes.1.selection_ratio=0.3: list index out of range"),
-    ("train", "model.routes.x=0.3", "'x' is not an item of a list: those are 0, 1, ..."),
+    ("train", "model.routes.x=0.3", "'x' is not an index of a list: use 0, 1, ..."),
     ("sample", "num_samples=3", "run=FOLDER or checkpoint=FILE must be given"),
-    ("sample", "checkpoint=nowhere.pt", "checkpoint=nowhere.pt is not a file: give one, or run=FOLDER"),
-    ("sample", "run=r sampler=dopri5 num_steps=5", "num_steps=5 is not known"),
+    ("sample", "checkpoint=nowhere.pt", "checkpoint=nowhere.pt is not a file: give a file of weights, or run=FOLDER"),
+    ("sample", "run=r sampler=edmm", "sampler=edmm is not known: did you mean edm?"),
+    ("sample", "run=r sampler.S_churn=20", "sampler.S_churn needs sampler=edm or sampler=heun on the command line"),
+    ("sample", "run=r sampler=dopri5 num_steps=5", "num_steps=5 does not apply to this sampler, which has no num_steps: set "),
     ("sample", "run=empty", "run=empty has no checkpoint yet"),
     ("sample", "run=unconditional class_label=0", "class_label=0 must be null for an unconditional network (num_classes=0)"),
     ("sample", "run=unconditional guidance_scale=2", "guidance_scale=2.0 must be 1 for an unconditional network"),
+    ("fid", f"{FILES} suite=none", "suite=none must be one of adm, adm_5k, digits, glyphs"),
     ("fid", "samples=file", "reference must be given for scoring samples in files"),
     ("fid", f"{RUN} samples=file", "samples=file does not apply to scoring a network"),
     ("fid", f"{FILES} suite=digits kid=true", "kid=True does not apply to suite=digits"),
     ("fid", f"{MAKE} num_samples=5", "num_samples=5 does not apply to mode=reference"),
-    ("fid", "reference=file samples=r", "samples=r is a folder, which may have older images in it"),
+    ("fid", "reference=file samples=r", "samples=r is a folder, which may contain older images"),
     ("fid", "mode=reference images=file", "out must be given for mode=reference"),
     ("encode", "source=file out=new conditioning_type=segmentation", "conditioning_type=segmentation needs masks=FOLDER"),
     ("convert", f"{CONVERT} shift=0", "shift=0.0 needs scale: give both or neither"),
@@ -249,14 +255,14 @@ RULES = [
     ("sample", "run=older", "older/config.yaml: seed is missing: another version of this code wrote it"),
 ]  # fmt: skip
 
-# Groups whose options bring keys of their own.
+# Groups whose options have different keys.
 GROUPS = ["data", "evaluation", "tracker", "model/router", "model/rejoin", "diffusion", "sampler", "guidance"]
 GROUPS += ["optimizer", "ema"]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """Go where there are some files, and runs with nothing in them but what tells what they are."""
+    """Change to a folder with some files, and runs that only have a configuration and empty checkpoints."""
     folder = tmp_path_factory.mktemp("wrong")
     runs = {"r": [], "empty": [], "unconditional": [SYNTHETIC, "data.num_classes=0"]}
     for name, overrides in runs.items():
@@ -283,43 +289,43 @@ def folder(tmp_path_factory):
     (folder / "without/pooled.npy").unlink()
     (folder / "damaged/latents.npy").write_bytes(b"not an array")
     np.save(folder / "unequal/text.npy", np.zeros((79, 5, 12)))
-    (own := folder / "own/checkpoints/step_00000004").mkdir(parents=True)
-    for file in (folder / "file", own / "ema.safetensors", own / "SHA256SUMS"):
+    (kept := folder / "own/checkpoints/step_00000004").mkdir(parents=True)
+    for file in (folder / "file", kept / "ema.safetensors", kept / "SHA256SUMS"):
         file.touch()
     with chdir(folder):
         yield folder
 
 
 def refusal(program, overrides):
-    """What a program prints that is started with overrides and refuses them."""
+    """Start a program with overrides that it refuses, and return what it prints."""
     arguments = overrides.split()
     name, schemas = "config" if program == "train" else program, ConfigStore.instance().repo
     others = [key for key in schemas if key.endswith("_schema.yaml") and not key.startswith(program)]
-    own = {key: node for key, node in schemas.items() if key not in others}
+    kept = {key: node for key, node in schemas.items() if key not in others}
     with (
-        mock.patch.dict(schemas, own, clear=True),  # as in a process of this program
+        mock.patch.dict(schemas, kept, clear=True),  # as in a process of this program
         mock.patch.dict(os.environ),
         mock.patch("sys.argv", [program, *arguments]),
         mock.patch("runtime.machine.PartialState", side_effect=AssertionError("a device is touched")),
-        redirect_stderr(io.StringIO()) as said,
+        redirect_stderr(io.StringIO()) as output,
         pytest.raises(SystemExit) as end,
     ):
         main = PROGRAMS[program].main
         run_main(wraps(main)(lambda: main(composed(*arguments, config_name=name))))
     assert end.value.code == 1
-    return said.getvalue()
+    return output.getvalue()
 
 
 def line_of(program, overrides):
-    said = refusal(program, overrides)
-    assert said.startswith("error: ")
-    assert said.index("\n") == len(said) - 1
-    return said.removeprefix("error: ").rstrip("\n")
+    output = refusal(program, overrides)
+    assert output.startswith("error: ")
+    assert output.index("\n") == len(output) - 1
+    return output.removeprefix("error: ").rstrip("\n")
 
 
 @cache
 def keys_of(program):
-    """Every key of a program, and the options that bring it, with what they need."""
+    """Map every key of a program to the options that have it, with the overrides they need."""
     choices, name = [program], program
     if program == "train":
         files = [file for group in GROUPS for file in sorted((CONFIGS / group).glob("*.yaml"))]
@@ -364,7 +370,7 @@ def wrong_values():
         for key in keys_of(program):
             if key.endswith("._target_"):
                 rows.append(
-                    (program, completed(program, f"{key}=os.system"), "as YAML files in configs/ say: name")
+                    (program, completed(program, f"{key}=os.system"), "as YAML files in configs/ say: to use")
                 )
             elif (program, key) not in by_hand:
                 rows.append((program, completed(program, f"{key}=[1]"), WRONG_TYPE))
@@ -394,15 +400,15 @@ def test_a_broken_rule_is_reported_in_one_line(program, overrides, expected):
 
 
 def test_nothing_is_printed_but_the_line(caplog, capsys):
-    """Hydra logs what it cannot import, in lines of its own."""
-    said = refusal("train", "sampler._target_=diffusion.nothing")
-    assert said.count("\n") == 1
+    """Hydra logs failed imports in separate lines."""
+    output = refusal("train", "sampler._target_=diffusion.nothing")
+    assert output.count("\n") == 1
     assert caplog.records == []
     assert capsys.readouterr() == ("", "")
 
 
 def test_right_values_are_not_refused():
-    """A rule that refuses everything would pass all of the above."""
+    """A rule that refuses everything would pass the tests above."""
     of_sampler = ("sampler.S_max=inf", "sampler.S_churn=40")
     validated(*of_sampler, "optimizer.eps=0", "optimizer.weight_decay=0.1", "ema.decay=0")
     validated("data=synthetic", "data.num_held_out=0", "data.seed=3", "tracker=wandb", "tracker.mode=online")

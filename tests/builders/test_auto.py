@@ -1,4 +1,4 @@
-"""What a run makes of the machine: precision, cores and memory."""
+"""Options that depend on the machine: precision, cores and memory."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_the_precision_is_measured_once_in_the_life_of_a_run(monkeypatch):
     assert "bf16_speedup" not in resolved("train.mixed_precision=no")
 
 
-def test_what_a_run_started_with_is_kept():
+def test_a_resumed_run_keeps_its_options():
     for precision, compiled in (("bf16", True), ("no", False)):  # on a machine that would choose one of both
         saved = {"mixed_precision": precision, "compile": compiled, "micro_batch_size": 16, "bf16_speedup": 1}
         assert resolved(saved=saved, num_processes=2).items() > saved.items()
@@ -54,7 +54,7 @@ def test_no_more_processes_read_ahead_than_there_are_cores():
 
 def test_the_launcher_may_not_contradict_the_precision(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ValueError, match="mixed_precision=no gives no here, but the launcher asks for fp16"):
+    with pytest.raises(ValueError, match="mixed_precision=no gives no here, but the launcher sets fp16"):
         resolved("train.mixed_precision=no")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # the launcher's default
     assert resolved("train.mixed_precision=bf16")
@@ -66,7 +66,7 @@ def test_freed_memory_is_kept_on_a_cpu_with_glibc_by_default(monkeypatch):
     assert resolved(fixed, "train.keep_freed_memory=false")[key] is False
     assert resolved(fixed, device=torch.device("cuda"))[key] is False
     with monkeypatch.context() as patch:
-        patch.setenv("MALLOC_TRIM_THRESHOLD_", "100000")  # the user has told the C library what to do
+        patch.setenv("MALLOC_TRIM_THRESHOLD_", "100000")  # the user has configured the C library
         assert resolved(fixed)[key] is False
         assert resolved(fixed, "train.keep_freed_memory=true")[key] is True
     monkeypatch.setattr("runtime.machine.platform.libc_ver", lambda: ("", ""))

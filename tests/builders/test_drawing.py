@@ -1,4 +1,4 @@
-"""How images are drawn: what is decided, what a job that was stopped goes on with, what is kept."""
+"""Drawing images: resolved options, resumed jobs, and cached parts."""
 
 import json
 import shutil
@@ -46,14 +46,14 @@ def model_of(net=None, guidance=None, num_steps=2):
     return ImageModel(EDMPrecond(net), sampler, guidance or CFG(), decode, ALONE.device, classes)
 
 
-def test_what_is_asked_wins_then_what_the_job_began_with():
+def test_the_request_wins_over_the_options_of_the_resumed_job():
     began = {"mixed_precision": "bf16", "batch_size": 7, "compile": False}
-    asked = {"mixed_precision": "no", "batch_size": 3, "compile": "true"}
+    request = {"mixed_precision": "no", "batch_size": 3, "compile": "true"}
     model, others = model_of(), {"num_samples": 10, "first_seed": 5, "labels": None, "class_label": 3}
     for given, saved, expected in (
         (LEFT_OPEN, began, began),
-        (asked, began, {**asked, "compile": True}),
-        (asked, {}, {**asked, "compile": True}),
+        (request, began, {**request, "compile": True}),
+        (request, {}, {**request, "compile": True}),
         ({**LEFT_OPEN, "batch_size": 5}, began, {**began, "batch_size": 5}),
     ):
         assert DrawOptions.resolve({**others, **given}, model, saved, ALONE) == DrawOptions(
@@ -119,11 +119,11 @@ def ask(run, output, *overrides):
 
 
 class Stopped(Exception):
-    """In place of a kill: nothing handles it."""
+    """Like a kill: nothing handles it."""
 
 
 def stop_after(num_parts):
-    """Draw so many parts, and come to an end at the next; collect the parts."""
+    """Draw `num_parts` parts and stop at the next one; collect the parts."""
     calls = []
 
     def latents(self, part):
@@ -147,7 +147,7 @@ ADAPTIVE = ("sampler=dopri5", "guidance=none")  # steps take the evaluations tha
 @pytest.mark.parametrize(
     ("num_parts", "options"), [(1, ()), (3, ()), pytest.param(2, ADAPTIVE, marks=pytest.mark.slow)]
 )
-def test_a_job_that_is_stopped_goes_on_and_gives_the_same_file(run, tmp_path, num_parts, options):
+def test_a_stopped_job_resumes_and_gives_the_same_file(run, tmp_path, num_parts, options):
     ask(run, tmp_path / "whole.npz", *options)
     stopped(run, tmp_path / "s.npz", num_parts, *options)
     assert {path.name for path in tmp_path.glob("s.*")} == {"s.npz.partial"}
@@ -208,7 +208,7 @@ def test_a_job_without_parts_is_no_job(run, tmp_path):
     # What the room on a disk is checked for: parts of another job will be made again.
     assert [PartCache(tmp_path / "p", {"a": a}, 2, 1).missing() for a in (2, 3)] == [[1], [0, 1]]
     (tmp_path / "link").symlink_to(tmp_path / "p")
-    with pytest.raises(ValueError, match=r"link is a link, which may lead anywhere: remove it"):
+    with pytest.raises(ValueError, match=r"link is a link, must be a folder: remove it"):
         PartCache(tmp_path / "link", {"a": 2}, 2, 1).start()
 
 
@@ -235,7 +235,9 @@ def test_a_damaged_part_is_drawn_again(run, tmp_path):
     content = bytearray(part.read_bytes())
     content[len(content) // 3] ^= 1
     part.write_bytes(content)
-    with pytest.raises(UserError, match=r"0000001.npz was damaged .* and is removed: run the same command"):
+    with pytest.raises(
+        UserError, match=r"0000001.npz was damaged .* and has been removed: run the same command"
+    ):
         ask(run, tmp_path / "s.npz", "grid_columns=1")
     ask(run, tmp_path / "s.npz", "grid_columns=1")
     assert (tmp_path / "s.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
@@ -299,7 +301,7 @@ def scored(run, tmp_path, monkeypatch):
     return score, seen
 
 
-def test_a_score_that_is_stopped_goes_on(scored, tmp_path):
+def test_a_stopped_score_resumes(scored, tmp_path):
     score, seen = scored
     whole = score("whole")
     assert sum(seen) == 10 + 17
@@ -355,9 +357,9 @@ def test_weights_mean_something_else_in_another_network(run, scored, tmp_path):
     config = other / "config.yaml"
     config.write_text(config.read_text().replace("sigma_data: 0.5", "sigma_data: 0.9"))
     seen.clear()
-    found = score("b", f"run={other}")
+    record = score("b", f"run={other}")
     assert sum(seen) == 10
-    assert found["samples"]["drawn"]["networks"][0]["diffusion"]["precond"]["sigma_data"] == 0.9
+    assert record["samples"]["drawn"]["networks"][0]["diffusion"]["precond"]["sigma_data"] == 0.9
 
 
 def test_features_depend_on_the_arguments_of_a_detector():
@@ -366,14 +368,14 @@ def test_features_depend_on_the_arguments_of_a_detector():
             self.factor = factor
 
     reference = Reference(images=ArrayImages(np.zeros((9, 4, 4, 3), np.uint8)))
-    places = set()
+    paths = set()
     for factor in (1, 2):
-        asked = {"num_samples": 5, "labels": "random", "launch": ALONE, "batch_size": 3}
-        asked |= {"metrics": {"k": KernelDistance()}, "features": Path("x")}
-        suite = Suite(reference, detector=Detector(factor), **asked)
+        request = {"num_samples": 5, "labels": "random", "launch": ALONE, "batch_size": 3}
+        request |= {"metrics": {"k": KernelDistance()}, "features": Path("x")}
+        suite = Suite(reference, detector=Detector(factor), **request)
         suite.detector_config = {"factor": factor}
-        places.add(suite.cache("samples", {}, reference.images).path)
-    assert len(places) == 2
+        paths.add(suite.cache("samples", {}, reference.images).path)
+    assert len(paths) == 2
 
 
 def test_features_are_not_kept_among_the_images_that_are_looked_at(tmp_path):
@@ -382,9 +384,7 @@ def test_features_are_not_kept_among_the_images_that_are_looked_at(tmp_path):
         request.features_folder(tmp_path / "photos/reference.npz")
     assert request.features_folder(tmp_path / "reference.npz") == tmp_path / "features"
     (tmp_path / "features").symlink_to(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"features is a link, which may lead anywhere: give features=FOLDER"
-    ):
+    with pytest.raises(ValueError, match=r"features is a link, must be a folder: give features=FOLDER"):
         request.features_folder(tmp_path / "reference.npz")
 
 

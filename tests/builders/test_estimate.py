@@ -1,4 +1,4 @@
-"""What a run says of its length, memory and disk, against what then happens."""
+"""The estimates of time, memory and disk space agree with the run."""
 
 import math
 import shutil
@@ -44,15 +44,15 @@ def test_the_banner_says_what_will_happen(tmp_path, capsys):
     options = ("data.num_held_out=24", "train.total_steps=2", "train.save_every=1")
     tiny_run(tmp_path / "run", *options, "model.hidden_size=256", "train.keep_last=2")
     banner = capsys.readouterr().out
-    assert "data       1000 entries are trained on, 24 held out, 10 classes\n" in banner
-    assert "length     2 steps, 0.016 epochs, checkpoint every 1: about " in banner
+    assert "data       1000 training entries, 24 held out, 10 classes\n" in banner
+    assert "length     2 steps, 0.016 epochs, a checkpoint every 1 steps: about " in banner
     assert "warning" not in banner
     folder = latest_checkpoint(tmp_path / "run").parent
-    found = sum(file.stat().st_size for file in folder.rglob("*.safetensors")) / GIB
+    saved = sum(file.stat().st_size for file in folder.rglob("*.safetensors")) / GIB
     (needs,) = [line for line in banner.splitlines() if line.startswith("needs ")]
     on_disk = float(needs.split(";")[1].split()[0])
-    assert on_disk == pytest.approx(1.5 * found, rel=0.1)  # a third is written before the first goes
-    assert free_disk(folder) - shutil.disk_usage(tmp_path).free == pytest.approx(found * GIB, rel=0.5)
+    assert on_disk == pytest.approx(1.5 * saved, rel=0.1)  # a third is written before the first goes
+    assert free_disk(folder) - shutil.disk_usage(tmp_path).free == pytest.approx(saved * GIB, rel=0.5)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What data=latents makes of entries and machine."""
+"""The recipe of data=latents for different data and machines."""
 
 import numpy as np
 import pytest
@@ -34,19 +34,19 @@ def on_gpu(monkeypatch):
 
 
 def test_a_small_set_gets_a_small_network_and_minutes_of_steps(latents):
-    found = chosen(latents)
+    values = chosen(latents)
     expected = {"model.patch_size": 4, "model.hidden_size": 128, "model.depth": 8, "model.num_heads": 4}
     expected |= {"train.batch_size": 4, "train.total_steps": 1200, "train.log_every": 30}
     expected |= {"train.save_every": 150, "train.eval_every": 300, "train.sample_every": 150}
     expected |= {"optimizer.lr": 1e-3, "optimizer.betas": [0.9, 0.99], "ema.decay": 0.999}
-    assert found.items() >= expected.items()
+    assert values.items() >= expected.items()
 
 
 def test_each_part_is_a_key_that_the_others_follow(latents):
-    found = chosen(latents, "train.total_steps=80", "train.batch_size=7", "model/size=s_2")
+    values = chosen(latents, "train.total_steps=80", "train.batch_size=7", "model/size=s_2")
     expected = {"train.save_every": 10, "train.eval_every": 20, "train.sample_every": 10}
     expected |= {"train.log_every": 2, "optimizer.lr": 1e-4, "optimizer.betas": [0.9, 0.999]}
-    assert found.items() >= expected.items()
+    assert values.items() >= expected.items()
     assert chosen(latents, "train.total_steps=3")["train.sample_every"] == 1
 
 
@@ -64,11 +64,11 @@ def test_a_gpu_gets_what_the_entries_can_fill(latents, monkeypatch, count, width
     shape = (4, 32, 32)
     manifest = LatentManifest(count, shape, "float16", "samples", 2, "identity", num_held_out=4)
     monkeypatch.setattr(recipe, "read_manifest", lambda path: manifest)
-    found = chosen(latents)
+    values = chosen(latents)
     expected = {"model.hidden_size": width, "train.batch_size": batch_size, "model.patch_size": 2}
-    assert found.items() >= (expected | {"train.total_steps": total_steps, "train.num_workers": 4}).items()
-    assert found["train.save_every"] <= 5000
-    assert (found["ema.decay"] == 0.9999) == (total_steps > 10_000)
+    assert values.items() >= (expected | {"train.total_steps": total_steps, "train.num_workers": 4}).items()
+    assert values["train.save_every"] <= 5000
+    assert (values["ema.decay"] == 0.9999) == (total_steps > 10_000)
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,16 @@ def test_no_pictures_where_the_encoder_would_have_to_be_downloaded(tmp_path, enc
 
 def test_a_run_keeps_its_recipe_on_another_machine(tmp_path, monkeypatch):
     latents = write_latents(tmp_path / "small", size=16)
-    own = ("data=latents", latents, *TINY[1:3], "train.total_steps=4", "train.sample_every=null")
-    tiny_run(tmp_path / "run", *own, "train.compile=false")
-    asked = ("data=latents", latents, f"output_dir={tmp_path / 'run'}", "train.compile=false")
-    before = flatten(written(*asked))
+    options = ("data=latents", latents, *TINY[1:3], "train.total_steps=4", "train.sample_every=null")
+    tiny_run(tmp_path / "run", *options, "train.compile=false")
+    resumed = ("data=latents", latents, f"output_dir={tmp_path / 'run'}", "train.compile=false")
+    before = flatten(written(*resumed))
     assert before["model.hidden_size"] == 32, "as in the run, not as on the command line"
     monkeypatch.setattr(recipe, "device_type", lambda: "cuda")
-    assert flatten(written(*asked)) == before
-    assert flatten(written(*asked[:2]))["model.hidden_size"] == 384, "another run"
+    assert flatten(written(*resumed)) == before
+    assert flatten(written(*resumed[:2]))["model.hidden_size"] == 384, "another run"
 
 
-def test_other_data_have_no_size_of_their_own():
-    with pytest.raises(InterpolationResolutionError, match="optimizer=adamw_latents need latents, as those"):
+def test_other_data_do_not_choose_a_size():
+    with pytest.raises(InterpolationResolutionError, match="optimizer=adamw_latents need data=latents"):
         validated("model/size=auto", "data=digits")

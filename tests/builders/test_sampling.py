@@ -48,15 +48,15 @@ def drawn(run, output, *overrides):
 
 
 def test_samples_are_drawn_by_the_averaged_weights(run, tmp_path):
-    for step, asked in ((6, ()), (4, ("checkpoint=4",))):
+    for step, chosen in ((6, ()), (4, ("checkpoint=4",))):
         folder = run / f"checkpoints/step_{step:08d}"
-        precond = opened(run, *asked)[0].precond
+        precond = opened(run, *chosen)[0].precond
         assert not any(module.training for module in precond.modules())
         used = precond.net.state_dict()
         averaged, last = (load_file(folder / f"{name}.safetensors") for name in ("ema", "net"))
         assert all(torch.equal(used[name], tensor) for name, tensor in averaged.items())
         assert max((tensor - last[name]).abs().max() for name, tensor in averaged.items()) > 1e-3
-    drawn(run, tmp_path / "a.npz", *asked)
+    drawn(run, tmp_path / "a.npz", *chosen)
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["weights_sha256"] == sha256(folder / "ema.safetensors")
     assert record["weights_entry"] == "ema.safetensors"
@@ -69,8 +69,8 @@ def test_sampling_defaults_to_the_configuration_of_the_run(run, tmp_path):
     (tmp_path / "guided/checkpoints").symlink_to(run / "checkpoints")
     config = tmp_path / "guided/config.yaml"
     config.write_text(config.read_text().replace("guidance_scale: 1.0\n", "guidance_scale: 4.0\n"))
-    for asked, scale in (((), 4.0), (("guidance_scale=2",), 2.0)):
-        model, _, record = opened(tmp_path / "guided", *asked)
+    for chosen, scale in (((), 4.0), (("guidance_scale=2",), 2.0)):
+        model, _, record = opened(tmp_path / "guided", *chosen)
         assert model.guidance.guidance_scale == record["guidance"]["guidance_scale"] == scale
         assert model.sampler.keywords["num_steps"] == 2
     model, _, record = opened(run, "num_steps=3", "first_seed=5")
@@ -105,8 +105,8 @@ def test_labels_are_drawn_from_the_seeds_by_default_and_recorded(run, options, k
 @pytest.mark.parametrize(
     "option", ["num_steps=3", "guidance_scale=3", "sampler=edm", MOST_UNLIKE, "checkpoint=4"]
 )
-def test_what_is_asked_changes_the_samples(run, tmp_path, option):
-    images = [drawn(run, tmp_path / f"{i}.npz", *asked) for i, asked in enumerate([(), (option,)])]
+def test_options_change_the_samples(run, tmp_path, option):
+    images = [drawn(run, tmp_path / f"{i}.npz", *chosen) for i, chosen in enumerate([(), (option,)])]
     assert (images[0] != images[1]).any()
 
 
@@ -119,37 +119,37 @@ def test_other_samples_have_another_name(run):
     options += ["guidance=cfg", "guidance=cfg guidance.guidance_interval=[0.1,2]", "guidance=sparse"]
     options += ["mixed_precision=bf16", "mixed_precision=no", "decoding=official", "checkpoint=4"]
     names = set()
-    for asked in ("", *options):
-        request = resolve(composed(f"run={run}", *asked.split(), config_name="sample"), SampleConfig)
+    for chosen in ("", *options):
+        request = resolve(composed(f"run={run}", *chosen.split(), config_name="sample"), SampleConfig)
         names.add(open_model(*read_request(request), ALONE)[1])
     assert len(names) == 1 + len(options)
 
 
 @pytest.mark.parametrize(
-    "asked, message",
+    "chosen, message",
     [
         ("num_samples=null", "num_samples=null must be a number"),
         ("+sampler.num_steps=5", r"sampler={'num_steps': 5} must name a _target_"),
         ("+guidance.guidance_scale=2", r"guidance={'guidance_scale': 2} must name a _target_"),
     ],
 )
-def test_a_request_without_a_number_or_a_target_is_refused(run, asked, message):
-    request = resolve(composed(f"run={run}", asked, config_name="sample"), SampleConfig)
+def test_a_request_without_a_number_or_a_target_is_refused(run, chosen, message):
+    request = resolve(composed(f"run={run}", chosen, config_name="sample"), SampleConfig)
     with pytest.raises(ValueError, match=message):
         read_request(request)
 
 
 def test_the_weights_of_a_weak_network_are_recorded(run):
-    """Here of the run itself, where no other is named."""
-    asked = (f"run={run}", "guidance=auto", "guidance.weak_checkpoint=4")
-    request = resolve(composed(*asked, config_name="sample"), SampleConfig)
+    """The run's own earlier checkpoint, if no other run is named."""
+    chosen = (f"run={run}", "guidance=auto", "guidance.weak_checkpoint=4")
+    request = resolve(composed(*chosen, config_name="sample"), SampleConfig)
     _, _, record = open_model(*read_request(request), ALONE)
     file = run / "checkpoints/step_00000004/ema.safetensors"
     assert record["weak_weights"] == {str(file): sha256(file)}
     assert record["guidance"]["weak_run"] == str(run)
 
 
-def test_samples_are_not_overwritten_unasked_and_take_old_scores_along(run, tmp_path):
+def test_samples_are_overwritten_only_on_request_and_with_their_scores(run, tmp_path):
     output = tmp_path / "a.npz"
     drawn(run, output)
     first, record = output.read_bytes(), output.with_suffix(".json").read_text()
@@ -202,10 +202,10 @@ def test_a_checkpoint_is_given_by_step_name_or_path(tmp_path):
         (folder / "ema.safetensors").touch()
         (folder / "SHA256SUMS").write_text(f"{sha256(folder / 'ema.safetensors')}  ema.safetensors\n")
     assert find_checkpoint(tmp_path, None) == folders[1]
-    for asked in ("4", "00000004", "step_00000004", str(folders[0])):
-        assert find_checkpoint(tmp_path, asked) == folders[0]
-    for asked in ("5", "step_5", "nowhere"):
+    for chosen in ("4", "00000004", "step_00000004", str(folders[0])):
+        assert find_checkpoint(tmp_path, chosen) == folders[0]
+    for chosen in ("5", "step_5", "nowhere"):
         with pytest.raises(
-            FileNotFoundError, match=rf"checkpoint={asked} not found: run=.* has steps 4, 12$"
+            FileNotFoundError, match=rf"checkpoint={chosen} not found: run=.* has steps 4, 12$"
         ):
-            find_checkpoint(tmp_path, asked)
+            find_checkpoint(tmp_path, chosen)

@@ -1,4 +1,4 @@
-"""A sweep of guidance: what it draws, passes over, and sums up."""
+"""A sweep over guidance: the samples it draws, the records it skips, and its table."""
 
 import json
 import math
@@ -21,7 +21,7 @@ def rows_of(table):
 
 
 @pytest.mark.slow
-def test_a_sweep_passes_over_what_is_there_and_names_the_best(tmp_path, monkeypatch):
+def test_a_sweep_skips_existing_records_and_marks_the_best(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the digits are written
     tiny_run(tmp_path / "r", "data=digits", *TINY[1:], "ema.decay=0")
     request = ("-m", "run=r", "suite=digits", "reference=latents/digits", "num_samples=30", "num_steps=3")
@@ -51,8 +51,8 @@ def test_a_sweep_passes_over_what_is_there_and_names_the_best(tmp_path, monkeypa
         assert float(row["fd_pixel"].strip("*")) == float(f"{record['values']['fd_pixel']:.4g}")
         assert float(row["GFLOPs per image"]) == float(f"{record['cost_per_image']['flops'] / 1e9:.4g}")
     file = scores / min(before)
-    found = json.loads(file.read_text())
-    write_json(file, found | {"protocol": found["protocol"] | {"reference": "another"}})
+    content = json.loads(file.read_text())
+    write_json(file, content | {"protocol": content["protocol"] | {"reference": "another"}})
     refused = start("fid.py", *request, "guidance_scale=1,3", folder=tmp_path, check=False)
     assert "already exists: set overwrite=true" in refused.stderr, "scores against another reference"
 
@@ -62,11 +62,11 @@ def record(scale, checkpoint="a", num_samples=5, **values):
     guidance = {"_target_": "diffusion.CFG", "guidance_scale": scale}
     drawn = {"guidance": guidance, "sampler": {"_target_": "s"}, "num_samples": num_samples}
     drawn |= {"weights_sha256": checkpoint, "first_seed": 0, **fixed}
-    found = {"suite": "s", "protocol": {}, "higher_is_better": ["up"], "cost_per_image": {"flops": 2e9}}
-    return found | {"samples": {"drawn": drawn}, "values": values}
+    content = {"suite": "s", "protocol": {}, "higher_is_better": ["up"], "cost_per_image": {"flops": 2e9}}
+    return content | {"samples": {"drawn": drawn}, "values": values}
 
 
-def test_what_cannot_be_compared_is_left_out(tmp_path):
+def test_records_that_cannot_be_compared_are_left_out(tmp_path):
     write_json(tmp_path / "a.json", record(1.0, up=1.0, down=1.0))
     assert summarise(tmp_path / "a.json") is None, "there is nothing to compare"
     write_json(tmp_path / "b.json", record(2.0, up=2.0, down=3.0))

@@ -1,4 +1,4 @@
-"""What is written is there whole or not at all."""
+"""Files are written completely or not at all."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from runtime.files import MAX_JSON_BYTES, atomic_write, read_json, write_json, w
 from tests.outside import npy
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path):
+def test_a_failed_write_leaves_the_old_file(tmp_path):
     file = tmp_path / "record.json"
     write_json(file, {"a": 1})
     for error in (RuntimeError, KeyboardInterrupt):
@@ -69,7 +69,7 @@ def test_json_that_is_too_long_is_not_read(tmp_path):
         read_json(file)
 
 
-def test_json_of_hardly_anything_but_brackets_is_not_parsed(tmp_path):
+def test_json_of_mostly_brackets_is_not_parsed(tmp_path):
     file = tmp_path / "a.json"
     write_text(file, json.dumps([["0", 0]] * 10_000, separators=(",", ":")))
     assert len(read_json(file)) == 10_000, "as short as labels can be"
@@ -85,5 +85,5 @@ def test_json_of_hardly_anything_but_brackets_is_not_parsed(tmp_path):
 @pytest.mark.parametrize("dtype", ["<f4", ">f4", "<i8"])
 def test_an_array_is_read_in_its_order_and_type(order, dtype):
     array = np.arange(6).reshape(2, 3).astype(dtype, order=order)
-    found = parse_array(npy(array))
-    assert np.array_equal(found, array) and found.dtype == array.dtype
+    loaded = parse_array(npy(array))
+    assert np.array_equal(loaded, array) and loaded.dtype == array.dtype

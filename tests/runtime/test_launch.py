@@ -1,4 +1,4 @@
-"""What a launch adds to the collectives of torch; tests/test_two_processes.py starts two processes."""
+"""The methods of Launch in one process; tests/test_two_processes.py starts two processes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the environment asks for is obeyed, refused or recorded."""
+"""Environment variables are followed, refused or recorded."""
 
 import os
 import subprocess
@@ -43,15 +43,15 @@ def test_what_accelerate_sets_by_itself_is_not_refused(monkeypatch, options):
 @pytest.mark.parametrize(
     ("variables", "refused"),
     [
-        (FSDP, "ACCELERATE_USE_FSDP=true: weights are not sharded"),
+        (FSDP, "ACCELERATE_USE_FSDP=true: sharded weights are not"),
         (("--dynamo_backend=inductor",), "ACCELERATE_DYNAMO_BACKEND=INDUCTOR: train.compile decides"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "_STEPS=4: train.micro_batch_size decides"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED=true: DeepSpeed is not supported"),
         ({"ACCELERATE_USE_MEGATRON_LM": "True"}, "ACCELERATE_USE_MEGATRON_LM=True: Megatron-LM is not"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "ACCELERATE_USE_PARALLELISM_CONFIG=true: every"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "ACCELERATE_USE_PARALLELISM_CONFIG=true: model"),
     ],
 )
-def test_what_a_launcher_asks_for_and_no_training_does_is_refused(monkeypatch, variables, refused):
+def test_options_of_launchers_that_are_not_supported_are_refused(monkeypatch, variables, refused):
     variables = variables if isinstance(variables, dict) else launched(*variables)
     monkeypatch.setattr(os, "environ", variables)
     with pytest.raises(ValueError, match=refused):
@@ -61,16 +61,16 @@ def test_what_a_launcher_asks_for_and_no_training_does_is_refused(monkeypatch, v
 @pytest.mark.parametrize(
     ("program", "variables", "line"),
     [
-        ("-m examples.finetune", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: weights are"),
+        ("-m examples.finetune", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: sharded"),
         (
             "-m examples.finetune",
             {"ACCELERATE_MIXED_PRECISION": "bf16"},
             "mixed_precision=no, but the launcher",
         ),
-        ("train.py", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: weights are not sharded"),
+        ("train.py", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: sharded weights are not"),
     ],
 )
-def test_a_program_refuses_what_the_environment_asks_for_before_any_work(tmp_path, program, variables, line):
+def test_a_program_refuses_such_options_before_any_work(tmp_path, program, variables, line):
     options = () if program == "train.py" else ("transformer=x", "inputs=x")
     result = start(program, *options, folder=tmp_path, check=False, variables=variables)
     assert (result.returncode, result.stderr.count("\n"), result.stdout) == (1, 1, "")
@@ -90,7 +90,7 @@ def test_variables_of_wandb_are_defaults_of_its_keys(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("own", "ancestors", "chosen"),
+    ("environment", "ancestors", "chosen"),
     [
         ({}, [], False),
         (ONE, [], True),
@@ -105,7 +105,7 @@ def test_variables_of_wandb_are_defaults_of_its_keys(monkeypatch):
         (MARK | ONE, [(None, "")], False),
     ],
 )
-def test_the_one_thread_of_a_launcher_is_told_from_the_users(monkeypatch, own, ancestors, chosen):
+def test_one_thread_of_a_launcher_differs_from_one_of_the_user(monkeypatch, environment, ancestors, chosen):
     def environ_of(variables):
         if variables is None:
             raise psutil.NoSuchProcess(1)
@@ -116,7 +116,7 @@ def test_the_one_thread_of_a_launcher_is_told_from_the_users(monkeypatch, own, a
         for variables, line in ancestors
     ]
     monkeypatch.setattr(launcher.psutil, "Process", lambda: SimpleNamespace(parents=lambda: parents))
-    monkeypatch.setattr(os, "environ", own)
+    monkeypatch.setattr(os, "environ", environment)
     assert threads_are_chosen() == chosen
 
 

@@ -1,4 +1,4 @@
-"""A lock keeps all others out, also those that wait while it is given back."""
+"""A lock excludes all other processes, also processes that wait while it is released."""
 
 import fcntl
 import math
@@ -26,17 +26,17 @@ def test_a_busy_lock_says_who_holds_it(tmp_path):
     Lock(tmp_path / ".lock", "out=x").acquire().release()
 
 
-def test_one_that_waits_says_so_and_gets_it(tmp_path, capsys):
+def test_a_waiting_process_prints_so_and_gets_the_lock(tmp_path, capsys):
     first = Lock(tmp_path / ".lock", "out=x").acquire()
     threading.Timer(0.3, first.release).start()
     second = Lock(tmp_path / ".lock", "out=x", wait_sec=math.inf).acquire()
     assert second.is_in_place() and not first.is_in_place()
-    assert re.fullmatch("out=x is in use by process .*; waiting for its end\n", capsys.readouterr().out)
+    assert re.fullmatch("out=x is in use by process .*; waiting for it to end\n", capsys.readouterr().out)
     second.release()
 
 
 def test_a_removed_lock_file_that_is_still_open_locks_nothing(tmp_path, monkeypatch):
-    """Who waits has the file open when the holder removes it: what it then locks keeps nobody out."""
+    """A waiting process has the file open when the holder removes it; a lock on that file excludes nobody."""
     first, flock, others = Lock(tmp_path / ".lock", "x").acquire(), fcntl.flock, []
 
     def slowly(descriptor, how):
@@ -125,4 +125,4 @@ def test_a_file_system_with_changing_inodes_gives_a_warning(tmp_path, monkeypatc
     monkeypatch.setattr(os.path, "samestat", lambda one, other: False)
     assert Lock(tmp_path / ".lock", "x").acquire().is_in_place()
     told = capsys.readouterr().out
-    assert told.count("\n") == 1 and "cannot be locked (an open file is not known by its name)" in told
+    assert told.count("\n") == 1 and "cannot be locked (an open file and its path do not match)" in told

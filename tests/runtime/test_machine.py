@@ -1,4 +1,4 @@
-"""What the machine offers."""
+"""Device, threads, memory, precision and compilation of the machine."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ from tests.programs import ROOT
 
 COUNT_FAULTS = """
 import ctypes, resource, sys, torch
-ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: of large pages there would be too few to count
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: large pages would be too few to count
 from runtime.machine import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
@@ -30,7 +30,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def printed(code, *arguments, environment=None):
-    """What code prints in a process of its own."""
+    """Run code in a new process, and return what it prints."""
     command = [sys.executable, "-c", code, *arguments]
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "check": True}
     return subprocess.run(command, **options).stdout
@@ -58,7 +58,7 @@ def test_a_failure_of_mallopt_is_an_error(monkeypatch, libc):
 def test_kept_memory_is_not_taken_from_the_kernel_again():
     unset = {name: os.environ[name] for name in os.environ.keys() - {*MALLOC_VARIABLES}}
     faults = {word: int(printed(COUNT_FAULTS, word, environment=unset)) for word in ("keep", "return")}
-    # A small object that came to lie between two freed tensors can cost one of the twelve a fresh place.
+    # A small object between two freed tensors can force one of the twelve tensors to take new pages.
     assert faults["keep"] < faults["return"] / 4, "most of the twelve tensors in the pages of those before"
 
 
@@ -89,7 +89,7 @@ def test_the_precision_of_a_cpu_is_what_was_measured_to_be_faster(monkeypatch, s
 
 
 def test_measuring_the_precision_leaves_random_state_alone_and_sees_the_slower_one(monkeypatch):
-    """As where bf16 takes twice the time: on an Intel Xeon without AMX, say."""
+    """As if bf16 took twice the time, as on an Intel Xeon without AMX."""
     before, linear = torch.get_rng_state(), torch.nn.functional.linear
 
     def slow_in_bf16(x, weight):
@@ -135,7 +135,7 @@ def test_waiting_is_chosen_before_torch_is_imported(module):
 
 
 def test_what_a_killed_compiler_left_is_compiled_again(tmp_path, monkeypatch):
-    """Ctrl-C in the first minute of a run may leave an empty library, which torch would load ever after."""
+    """Ctrl-C in the first minute of a run may leave an empty library, which later runs would load."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     (tmp_path / "ab").mkdir()
     for name, content, age_sec in (("killed", b"", 60), ("being_written", b"", 0), ("whole", b"ELF", 60)):

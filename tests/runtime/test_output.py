@@ -1,4 +1,4 @@
-"""The place of a result is one program's at a time, and is not overwritten unasked."""
+"""One program writes an output file at a time, and existing files are overwritten only on request."""
 
 from pathlib import Path
 
@@ -8,18 +8,18 @@ from runtime.lock import Busy
 from runtime.output import check_free, exclusive_output
 
 
-def test_what_is_there_is_not_overwritten_unasked(tmp_path):
+def test_existing_files_are_overwritten_only_on_request(tmp_path):
     file, beside = tmp_path / "a.npz", tmp_path / "a.json"
-    for there in (file, beside):
-        there.write_text("before")
+    for existing in (file, beside):
+        existing.write_text("before")
         for place in (check_free, lambda *arguments: exclusive_output(*arguments).__enter__()):
             with pytest.raises(
-                FileExistsError, match=rf"^out={file}: {there.name} already exists: set overwrite=true"
+                FileExistsError, match=rf"^out={file}: {existing.name} already exists: set overwrite=true"
             ):
                 place(file, [beside], False)
         with exclusive_output(file, [beside], True):
-            assert there.read_text() == "before", "it stays until it is replaced"
-        there.unlink()
+            assert existing.read_text() == "before", "it stays until it is replaced"
+        existing.unlink()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -32,7 +32,7 @@ def test_an_empty_folder_is_removed_again(tmp_path):
     assert [path.name for path in (tmp_path / "x/y").iterdir()] == ["a.json"]
 
 
-def test_two_programs_do_not_write_at_one_place(tmp_path):
+def test_two_programs_do_not_write_the_same_file(tmp_path):
     for _ in range(2):
         with exclusive_output(tmp_path / "a.json", (), False):
             busy = pytest.raises(Busy, match=rf"^out={tmp_path}/a.json is in use by process \d+ on ")
