@@ -22,8 +22,7 @@ from benchmarks.train_step import peaks_of, seconds_of
 from builders.drawing import LEFT_OPEN, Drawing, DrawOptions, ImageModel
 from diffusion import CFG, edm_sampler
 from models import cost_of
-from runtime.machine import start_process
-from runtime.memory import peak_gib
+from runtime.machine import peak_gib, start_process
 from training.speed import speedup
 
 GUIDANCE_SCALE, NUM_STEPS, REPEATS = 1.5, 40, 5

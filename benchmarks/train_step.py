@@ -31,8 +31,7 @@ from evaluation.precision import strict_fp32
 from routing import num_tokens_kept
 from runtime.config import run_main
 from runtime.errors import UserError
-from runtime.machine import start_process
-from runtime.memory import peak_gib, reset_peak
+from runtime.machine import peak_gib, reset_peak, start_process
 from runtime.provenance import environment
 from runtime.tables import aligned
 from training.run_folder import depends_on_total_steps

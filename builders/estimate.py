@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 import torch
-import torch.nn as nn
 
 from builders.auto import Resolved
 from builders.experiment import Experiment
@@ -18,12 +17,11 @@ from runtime.machine import return_freed_memory
 from training.speed import product_flops_per_sec
 
 UTILISATION = 0.4  # of the speed of large matrix products; small networks reach less
-COMPILED_AFTER_SEC = 40
 SIDES, REPEATS = {"cuda": 4096, "cpu": 512}, 100  # matrices whose product takes about a millisecond
 # Memory limits of a container or a job (cgroups, version 2).
 CGROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# Bytes per weight, without the optimizer. Checkpoints do not contain gradients.
-WEIGHT, GRADIENT, AVERAGE = 4, 4, 4
+# Bytes per weight: AdamW has two moments, other optimizers need less. Checkpoints do not contain gradients.
+WEIGHT, GRADIENT, AVERAGE, OPTIMIZER = 4, 4, 4, 8
 
 
 @dataclass(frozen=True)
@@ -38,21 +36,7 @@ class Estimate:
 def bytes_in_memory(experiment: Experiment) -> int:
     """Count the bytes of weights, gradients, optimizer and averaged weights."""
     num_parameters = sum(parameter.numel() for parameter in experiment.meta_net.parameters())
-    return num_parameters * (WEIGHT + GRADIENT + AVERAGE) + optimizer_bytes(experiment)
-
-
-def optimizer_bytes(experiment: Experiment) -> int:
-    """Count the bytes of the optimizer's state, from a step with parameters of one element each."""
-    named = dict(experiment.meta_net.named_parameters())
-    small = {name: nn.Parameter(torch.zeros([1] * p.ndim, device="cpu")) for name, p in named.items()}
-    sizes = {small[name]: parameter.numel() for name, parameter in named.items()}
-    optimizer = experiment.optimizer(small.items())
-    for parameter in small.values():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step(torch.zeros((), device="cpu"))
-    states = {p: state for part in optimizer.optimizers.values() for p, state in part.state.items()}
-    tensors = [(p, value) for p in sizes for value in states.get(p, {}).values() if torch.is_tensor(value)]
-    return sum(sizes[p] * value.nbytes for p, value in tensors if value.ndim)  # counters are 0-d
+    return num_parameters * (WEIGHT + GRADIENT + AVERAGE + OPTIMIZER)
 
 
 def estimate(

@@ -3,7 +3,7 @@
 from typing import Any
 
 from builders.auto import Resolved
-from builders.estimate import COMPILED_AFTER_SEC, Estimate
+from builders.estimate import Estimate
 from builders.experiment import Experiment
 from builders.schemas import TrainConfig
 from data.manifest import LatentManifest, class_warnings, first_classes
@@ -49,7 +49,7 @@ def summary(
         lines.append(f"start      {_start(details['init_from'])}")
     if manifest.class_names:
         lines.append(f"classes    {first_classes(manifest)}")
-    lines += _length(train, manifest, resumed_step, takes, COMPILED_AFTER_SEC * resolved.compile)
+    lines += _length(train, manifest, resumed_step, takes)
     lines.append(
         f"needs      {_gib(takes.memory)} of memory for weights, gradients, optimizer and average; "
         f"{_gib(takes.checkpoints)} of disk for checkpoints"
@@ -102,14 +102,12 @@ def _gib(num_bytes: int) -> str:
     return f"{size:.0f} GiB" if size >= 10 else f"{size:.2g} GiB"
 
 
-def _length(
-    train: TrainConfig, manifest: LatentManifest, resumed_step: int, takes: Estimate, start_sec: float
-) -> list[str]:
+def _length(train: TrainConfig, manifest: LatentManifest, resumed_step: int, takes: Estimate) -> list[str]:
     total_steps = train.total_steps
     entries = f"{manifest.num_trained} training entries, {manifest.num_held_out} held out"
     entries += f", {manifest.num_classes} classes" + (", with horizontal flips" if manifest.hflip else "")
     epochs = f"{total_steps * train.batch_size / manifest.num_trained:.3g} epochs"
-    time = f"about {duration(start_sec + (total_steps - resumed_step) * takes.step_sec)}"
+    time = f"about {duration((total_steps - resumed_step) * takes.step_sec)}"
     return [
         f"data       {entries}",
         f"length     {total_steps} steps, {epochs}, a checkpoint every {train.save_every} steps: {time}",

@@ -52,7 +52,10 @@ def generate(
     randn_like = partial(_randn_like, generators=generators)
     noise = randn_like(torch.empty(len(generators), *precond.net.latent_shape, device=device))
     labels = None if class_labels is None else _to(class_labels, device)
-    rand = partial(_rand, generators=mask_generators, device=device)
+
+    def rand(num: int) -> torch.Tensor:
+        return _to(torch.stack([torch.rand(num, generator=g) for g in mask_generators]), device)
+
     guided = guidance(Branch(precond, labels, rand=rand))
 
     def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
@@ -94,10 +97,6 @@ def cost_of_evaluations(evaluations: Evaluations) -> dict[str, float]:
     """Return the network evaluations and the FLOPs for one image."""
     flops = sum(count * net.flops(kept).forward for (net, kept), count in evaluations.items())
     return {"network_evaluations": float(evaluations.total()), "flops": float(flops)}
-
-
-def _rand(num: int, generators: Sequence[torch.Generator], device: torch.device) -> torch.Tensor:
-    return _to(torch.stack([torch.rand(num, generator=generator) for generator in generators]), device)
 
 
 def _randn_like(x: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:

@@ -8,6 +8,7 @@ python -m reports "runs=[runs/*]"                    writes runs/report.html and
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from reports.page import comparison_notes, page
@@ -37,7 +38,9 @@ def write_reports(config: ReportsConfig) -> None:
     if config.refresh_sec is not None and not config.refresh_sec > 0:
         raise ValueError(f"refresh_sec={config.refresh_sec} must be above 0")
     while True:
-        folders = [RunFolder(path) for name in config.runs for path in _matching(Path(name))]
+        patterns = map(Path, config.runs)
+        paths = [sorted(p.parent.glob(p.name)) if "*" in p.name else [p] for p in patterns]
+        folders = [RunFolder(path) for path in chain(*paths)]
         if not folders:
             raise ValueError(f"runs={config.runs}: no folder matches")
         runs = [Run(folders[0])] if len(folders) == 1 else _read_several(folders)
@@ -53,10 +56,6 @@ def write_reports(config: ReportsConfig) -> None:
         if finished or config.refresh_sec is None:
             return
         time.sleep(config.refresh_sec)
-
-
-def _matching(path: Path) -> list[Path]:
-    return sorted(path.parent.glob(path.name)) if "*" in path.name else [path]
 
 
 def _read_several(folders: Sequence[RunFolder]) -> list[Run]:
@@ -79,11 +78,7 @@ def _print_tables(runs: Sequence[Run]) -> None:
         print(f"{printable(data)}\n{as_text(table(arms))}\n{printable(notes)}")
 
 
-@command("reports", ReportsConfig, __doc__)
-def main(config: ReportsConfig) -> None:
-    """Write the report page."""
-    write_reports(config)
-
+main = command("reports", ReportsConfig, __doc__)(write_reports)
 
 if __name__ == "__main__":
     run_main(main)

@@ -158,3 +158,22 @@ def can_compile(device: torch.device) -> bool:
         return find_spec("triton") is not None
     has_headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     return device.type == "cpu" and has_headers and shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def reset_peak(device: torch.device) -> None:
+    """Reset the peak of the process's memory to its current use."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+
+
+def peak_gib(device: torch.device) -> float:
+    """Return the peak memory since the last reset, in GiB: on a GPU allocated, else resident (Linux)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    lines = Path("/proc/self/status").read_text().splitlines()
+    peaks = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
+    if not peaks:
+        raise OSError("/proc/self/status has no VmHWM")
+    return peaks[0] / 2**20

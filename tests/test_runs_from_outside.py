@@ -22,7 +22,7 @@ from builders import experiment
 from builders.sampling import SampleConfig, load_net, read_request, read_run
 from runtime.errors import UserError
 from runtime.files import sha256
-from runtime.memory import peak_gib, reset_peak
+from runtime.machine import peak_gib, reset_peak
 from runtime.targets import CONFIGS
 from tests.outside import TIMEIT, spoil_run
 from tests.runs import composed, tiny_run

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from runtime.launch import Launch
-from runtime.memory import peak_gib, reset_peak
+from runtime.machine import peak_gib, reset_peak
 from training.batches import Batches
 from training.clock import Clock
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from builders import estimate
-from builders.estimate import Estimate, free_disk, free_memory, optimizer_bytes
+from builders.estimate import Estimate, free_disk, free_memory
 from builders.evaluators import drawing_flops
 from builders.schemas import TrainConfig
 from builders.summary import check_resources, duration
 from runtime.launch import ALONE, Launch
-from tests.runs import TINY, tiny_run, tiny_trainer, validated
+from tests.runs import tiny_run, tiny_trainer
 from training.checkpoint import latest_checkpoint
 
 GIB = 2**30
@@ -26,18 +26,6 @@ def test_sampling_is_part_of_the_time(tmp_path):
     of_image = 399 * trainer.net.flops([trainer.net.num_tokens]).forward
     assert drawing_flops(trainer.evaluators) == 10 * of_image
     assert drawing_flops([]) == 0
-
-
-@pytest.mark.parametrize(
-    ("choice", "bytes_of_weight"),
-    [("adamw", (8, 8)), ("sgd", (4, 4)), ("sgd optimizer.momentum=0", (0, 0)), ("muon", (4, 8))],
-)
-def test_the_state_of_an_optimizer_is_counted(choice, bytes_of_weight):
-    experiment = validated(*TINY, *f"optimizer={choice}".split())
-    net = experiment.meta_net
-    matrices = sum(p.numel() for name, p in net.named_parameters() if p.ndim == 2 and "blocks." in name)
-    others = sum(p.numel() for p in net.parameters()) - matrices
-    assert optimizer_bytes(experiment) == bytes_of_weight[0] * matrices + bytes_of_weight[1] * others
 
 
 def test_the_banner_says_what_will_happen(tmp_path, capsys):
