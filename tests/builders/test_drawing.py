@@ -15,7 +15,7 @@ from PIL import Image
 import fid
 import sample
 from builders import drawing
-from builders.drawing import COMPILE_SEC, LEFT_OPEN, Drawing, DrawOptions, ImageModel
+from builders.drawing import COMPILE_SEC, LEFT_OPEN, Drawing, DrawOptions, ImageModel, start_drawing
 from builders.evaluators import grid_of
 from builders.scoring import ScoreConfig
 from diffusion import CFG, EDMPrecond, SparseGuidance, edm_sampler
@@ -179,6 +179,19 @@ def test_parts_of_another_job_are_not_mixed_in(run, tmp_path):
     ask(run, tmp_path / "s.npz", "first_seed=5", "overwrite=true")
     ask(run, tmp_path / "other.npz", "first_seed=5")
     assert (tmp_path / "s.npz").read_bytes() == (tmp_path / "other.npz").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("overwrite", "hint"), [(None, "remove the folder"), (False, "overwrite=true starts")]
+)
+def test_the_error_for_parts_of_another_job_names_a_remedy_that_the_program_has(tmp_path, overwrite, hint):
+    other = PartCache(tmp_path / "parts", {"weights": "others"}, 10, 5)
+    other.start()
+    other.write(0, {"images": np.zeros(1)})
+    record = {"num_samples": 10, "first_seed": 0, "labels": "random", "class_label": None, **LEFT_OPEN}
+    job = (tmp_path / "parts", {"weights": "these"}, ALONE)
+    with pytest.raises(ValueError, match=f"started with other settings .*: use those, or {hint}"):
+        start_drawing(model_of(), record, *job, overwrite)[1].start()
 
 
 @pytest.mark.slow
