@@ -115,7 +115,11 @@ def measure(name: str, size: Size, repeats: int, device: torch.device) -> Rows:
     attach(model.train(), [ROUTE])
     steps = {ratio: partial(_step, model, inputs, device, ratio) for ratio in (0.0, RATIO)}
     steps[0.0]()  # the first step may run products that later ones do not
-    flops = {ratio: count_flops(step) for ratio, step in steps.items()}
+    flops = {}  # of matrix products, attention included
+    for ratio, step in steps.items():
+        with FlopCounterMode(display=False) as counter:
+            step()
+        flops[ratio] = counter.get_total_flops()
     times = interleaved_seconds(steps, device, repeats)
     return [
         {
@@ -131,13 +135,6 @@ def measure(name: str, size: Size, repeats: int, device: torch.device) -> Rows:
             "n": repeats,
         }
     ]
-
-
-def count_flops(step: Callable[[], object]) -> int:
-    """Run a step and count the FLOPs of its matrix products, attention included."""
-    with FlopCounterMode(display=False) as counter:
-        step()
-    return counter.get_total_flops()
 
 
 def _step(model: nn.Module, inputs: dict[str, Any], device: torch.device, ratio: float) -> None:

@@ -20,7 +20,7 @@ UTILISATION = 0.4  # of the speed of large matrix products; small networks reach
 SIDES, REPEATS = {"cuda": 4096, "cpu": 512}, 100  # matrices whose product takes about a millisecond
 # Memory limits of a container or a job (cgroups, version 2).
 CGROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# Bytes per weight: AdamW has two moments, other optimizers need less. Checkpoints do not contain gradients.
+# Bytes per weight; the optimizer counts as AdamW, with two moments. Checkpoints do not contain gradients.
 WEIGHT, GRADIENT, AVERAGE, OPTIMIZER = 4, 4, 4, 8
 
 

@@ -122,7 +122,13 @@ def open_latents(
     """
     manifest, folder = read_manifest(path), Path(path)
     manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
-    arrays = {key: _map_array(folder / FILES[key], *array) for key, array in manifest.arrays().items()}
+    arrays = {}
+    for key, (dtype, shape) in manifest.arrays().items():
+        file, array = folder / FILES[key], map_array(folder / FILES[key])
+        if array.dtype != np.dtype(dtype) or array.shape != shape:
+            rule = f"must be {dtype} {shape} as in the manifest"
+            raise ValueError(f"{file} is {array.dtype} {array.shape}, {rule}")
+        arrays[key] = array
     labels = arrays.get("labels")
     if labels is not None:
         labels = np.array(labels)
@@ -144,10 +150,3 @@ def _read_in_order(array: np.ndarray, ids: np.ndarray, flipped: np.ndarray | Non
     entries = np.empty_like(in_order, subok=False)
     entries[order] = in_order
     return entries
-
-
-def _map_array(file: Path, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    array = map_array(file)
-    if array.dtype != np.dtype(dtype) or array.shape != shape:
-        raise ValueError(f"{file} is {array.dtype} {array.shape}, must be {dtype} {shape} as in the manifest")
-    return array

@@ -111,8 +111,8 @@ class DDPMLoss(Loss[DDPMPrecond]):
         if F_x.shape[1] == x.shape[1]:
             return error
         v = precond.learned_variance(F_x, x)
-        # L_hybrid = L_simple + 0.001 L_vlb, [IDDPM]. One step stands for 1,000, so its term has weight 1. The
-        # term is in bits and gives no gradient to the mean.
+        # L_hybrid = L_simple + 0.001 L_vlb, [IDDPM]. L_vlb is a sum over 1,000 steps, which one random step
+        # estimates as 1,000 times its term. The term is in bits and gives no gradient to the mean.
         D_x = precond.denoised(F_x.detach(), x_t, t)
         return error + variational_bound(precond.path, D_x, v, x_t, t, x)
 

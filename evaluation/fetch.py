@@ -9,6 +9,7 @@ from the beginning; `curl -C - -o FILE URL` resumes it by hand.
 """
 
 import http.client
+import socket
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from runtime.errors import check_choice
 from runtime.files import atomic_write, sha256
 
 RANDOM = "random"
+TIMEOUT_SEC = 60  # without an answer
 
 
 @dataclass
@@ -44,6 +46,9 @@ def fetch(published: PublishedFile, folder: Path) -> Path:
         _check(file, published)
         return file
     folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob(f".{file.stem}.partial{file.suffix}*"):  # of a download that was killed
+        left_over.unlink()
+    socket.setdefaulttimeout(TIMEOUT_SEC)  # torch.hub sets none
     with atomic_write(file) as partial:
         download_url_to_file(published.url, str(partial), hash_prefix=published.sha256)
         _check(partial, published)

@@ -117,7 +117,9 @@ class DiT(Backbone):
         for route in self.routes:
             ratio = route.selection_ratio
             if ratio and num_tokens_kept(self.num_tokens, ratio) == self.num_tokens:
-                raise ValueError(f"selection_ratio={ratio} is too small for {self.num_tokens} tokens")
+                raise ValueError(
+                    f"selection_ratio={ratio} lets none of {self.num_tokens} tokens bypass: raise it"
+                )
         self.t_embedder = TimestepEmbedder(hidden_size)
         self.y_embedder = LabelEmbedder(num_classes, hidden_size) if num_classes else None
         prefix = torch.empty(1, num_prefix_tokens, hidden_size)
@@ -224,7 +226,7 @@ class DiT(Backbone):
         first = 2 * T * self.x_embedder.proj.weight.numel() + linear_flops(self.t_embedder.mlp[0])
         last = T * linear_flops(self.final_layer.linear) + linear_flops(self.final_layer.adaLN_modulation)
         forward = first + linear_flops(self.t_embedder.mlp[2]) + sum(blocks) + rejoins + last
-        # Backward: the gradients of input and weight cost a forward each; the first layers need no input's.
+        # Backward: gradients of weights and of inputs cost a forward each; the first layers need only the former.
         training = 3 * forward - first + (sum(blocks) if self.gradient_checkpointing else 0)
         after = [r.end_layer_idx + 1 for r, kept in zip(self.routes, num_kept, strict=True) if kept < T]
         fp32 = sum(blocks[idx] for idx in after if idx < len(blocks)) if self.fp32_after_route else 0

@@ -142,7 +142,7 @@ class RoutePlan:
 
 
 def grow_ratio(selection_ratio: float, num_tokens: int, num_forced: int) -> float:
-    """Return the largest of a few ratios, up to `selection_ratio`, at which `num_forced` tokens fit.
+    """Return `selection_ratio`, or the largest of a few smaller ratios at which `num_forced` tokens fit.
 
     To use it in your own training loop, count the forced tokens of each sample where the data is loaded, take
     the maximum over all ranks, and pass the returned ratio to the network. The smallest ratio is 0, dense.

@@ -182,12 +182,12 @@ RULES = [
     ("train", "model.routes=half", "model.routes=half must be a list of routes, each {KEY: VALUE, ...}; [] for none"),
     ("train", "model.routes=[5]", "model.routes=[5] must be a list of routes"),
     ("train", "model/routes=advanced model.routes.1.end_layer_idx=5", "model.routes.1 (layers 4..5) and model.routes.2 (layers 4"),
-    ("train", "model.routes.0.selection_ratio=0.001", "selection_ratio=0.001 is too small for 64 tokens"),
+    ("train", "model.routes.0.selection_ratio=0.001", "selection_ratio=0.001 lets none of 64 tokens bypass"),
     ("train", "model.hidden_size=30 model.num_heads=15", "model.hidden_size=30 must be a multiple of 4 for the position table"),
     ("train", "model/block=modern model.hidden_size=12", "model.hidden_size / model.num_heads=3 must be a multiple of 4 for"),
     ("train", f"{SYNTHETIC} data.num_classes=-1", "model.num_classes=-1 must not be negative"),
     ("train", "routing.schedule=linear", "routing.schedule=linear needs routing.end_factor"),
-    *(("train", f"sampler={name} sampler/times=respaced", "sampler/times=respaced needs the path of DDPM: diffusion=ddpm and")
+    *(("train", f"sampler={name} sampler/times=respaced", "sampler/times=respaced needs diffusion=ddpm, and sampler=heun")
       for name in ("heun", "euler", "heun sampler.solve_on=edm")),
     ("train", "sampler=ddpm", "sampler.variance=learned needs diffusion=ddpm: use sampler.variance=small"),
     ("train", "diffusion=ddpm model.learn_sigma=false", "sampler.variance=learned needs model.learn_sigma=true: use sampler."),

@@ -49,7 +49,7 @@ class Optimizer:
         """Apply the gradients, unless `skipped` (0 or 1, fp32, 0-d, on the device, the same on all ranks)."""
         moved = {p for group in self.groups for p in group["params"] if p.grad is not None}
         if not moved <= self._stepped:
-            # SYNC: at the first step of a process. The optimizers have no state yet that could be restored.
+            # SYNC: at the first step of a process. In a new run the optimizers have no state to restore.
             if skipped.item():
                 return
             self._stepped |= moved

@@ -74,7 +74,7 @@ class RunFolder:
     def check_started(self) -> None:
         """Raise FileNotFoundError unless a run was started in this folder."""
         if file := self._missing_file():
-            known = [file.parent.name for file in self.path.parent.glob("*/manifest.json")]
+            known = [manifest.parent.name for manifest in self.path.parent.glob("*/manifest.json")]
             hint = did_you_mean(str(self.path), known)
             raise FileNotFoundError(f"run={self.path} is not a run directory (no {file}){hint}")
 

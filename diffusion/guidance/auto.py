@@ -40,7 +40,8 @@ class AutoGuidance(Guidance):
     def check(self, precond: Precond) -> None:
         if self._weak is None and not self.null_class:
             raise ValueError(
-                "guidance=auto needs guidance.weak_run or, with run=NAME, guidance.weak_checkpoint"
+                "guidance=auto needs guidance.weak_run, guidance.weak_checkpoint (with run=NAME) or "
+                "guidance.null_class=true"
             )
         self.check_weak(precond)
 

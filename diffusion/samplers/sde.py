@@ -56,7 +56,7 @@ def sde_sampler(
     levels = times(path, num_steps)
     if coefficient == "sbdm" and path.alpha(levels[0]) == 0:
         raise ValueError(
-            f"sampler.coefficient=sbdm is infinite at t={levels[0]:g}: sampler.times.t_max must be below"
+            f"sampler.coefficient=sbdm is infinite at t={levels[0]:g}: sampler.times.t_max must be less"
         )
 
     x = noise.to(torch.float64) * path.sigma(levels[0])

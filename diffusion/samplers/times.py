@@ -67,9 +67,8 @@ def respaced_times(path: Path, num_steps: int, /) -> torch.Tensor:
     DEVIATION: a single step is the last one, at pure noise; [IDDPM]'s rule gives the first.
     """
     if not isinstance(path, DDPMPath):
-        raise ValueError(
-            "sampler/times=respaced needs the path of DDPM: diffusion=ddpm and sampler.solve_on=null"
-        )
+        rule = "needs diffusion=ddpm, and sampler=heun or euler with sampler.solve_on=null"
+        raise ValueError(f"sampler/times=respaced {rule}")
     if not 1 <= num_steps <= path.t_max:
         raise ValueError(
             f"sampler.num_steps={num_steps} must be in [1, {path.t_max:g}], the number of steps of the path"

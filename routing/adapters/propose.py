@@ -165,7 +165,7 @@ class _Watched:
 
     def find(self, changed: Mapping[str, Any], before: "_Watched | None") -> None:
         """Find the tokens among the arguments that another image changes. In the first list they are the
-        entries that change, in a later list the tokens of the list before, or as many.
+        entries that change; in a later list, the output of the list before it, or a sequence as long.
         """
         for self.sequence_first in (False, True):
             pairs = {name: (x, changed[name]) for name, x in self.calls[0].arguments.items()}
@@ -300,8 +300,8 @@ def _along_dims(methods: Mapping[int, Sequence[str]]) -> Iterator[str]:
 def _drafts(
     lists: Sequence[_Watched], longest: _Watched, prefixes: Mapping[int, str], suffixes: Mapping[int, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield sources of block lists and counts. They cover the lists whose tokens have the prefix or none, and
-    a known suffix or none; then drop the first of these lists, which may be refiners of the image.
+    """Yield sources of block lists and counts: first for all lists with a known prefix and suffix, then
+    without the first lists, which may be refiners of the image.
     """
     joint = next((watched for watched in (longest, *lists) if watched.first), longest)
     P, S = joint.first, longest.num_suffix
@@ -363,8 +363,8 @@ def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> list[_
 
 
 def _lengths(model: nn.Module, arguments: Mapping[str, Any], image: str) -> dict[int, str]:
-    """Return possible counts of tokens besides the image, with a Python expression for each: of a text
-    (states, ids, or a list of states), learned tokens, an argument that becomes one token, sums of two.
+    """Map each possible number of other tokens to a Python expression. Candidates are lengths of texts,
+    learned tokens, arguments that become one token, and sums of two.
     """
     num_samples, integers = len(arguments[image]), (torch.int32, torch.int64)
     others = {name: value for name, value in arguments.items() if name != image}

@@ -238,7 +238,7 @@ def test_the_cost_of_an_image_counts_every_forward():
         # Weak networks of another path, or with other routes.
         (lambda: weaker_by(FlowPrecond(NET))(strong()), "its path, latent shape and num_classes .FlowPath"),
         (lambda: weaker_by(DENSE, SparseGuidance(2.0, weak_run="w"))(strong()), "run=w: it has 0 routes"),
-        (lambda: AutoGuidance(2.0)(strong()), "guidance=auto needs guidance.weak_run or, with run=NAME, g"),
+        (lambda: AutoGuidance(2.0)(strong()), "guidance=auto needs guidance.weak_run, guidance.weak_c"),
         (lambda: SparseGuidance(2.0, masks="fixed")(strong()), "need Branch"),
         *((make, "for a network whose null class was not trained") for make in (
             lambda: CFG(2.0)(UNTRAINED),

@@ -51,7 +51,7 @@ def both(output: int, by_token: dict[str, Gather]) -> list[BlockList]:
 
 
 def hunyuan(joint: bool) -> list[BlockList]:
-    """Return double and single blocks. They ignore `args`, which token-replace blocks take."""
+    """Return double and single blocks. They ignore `args`; only token-replace blocks use it."""
     keys = {BLOCKS: "freqs_cis", SINGLE: "image_rotary_emb"}
     ways = {name: {key: rotary, "attention_mask": mask_before_text} for name, key in keys.items()}
     return [BlockList(x, joint=joint, output=0, by_token=ways[x]) for x in ways]
