@@ -226,7 +226,7 @@ class DiT(Backbone):
         first = 2 * T * self.x_embedder.proj.weight.numel() + linear_flops(self.t_embedder.mlp[0])
         last = T * linear_flops(self.final_layer.linear) + linear_flops(self.final_layer.adaLN_modulation)
         forward = first + linear_flops(self.t_embedder.mlp[2]) + sum(blocks) + rejoins + last
-        # Backward: gradients of weights and of inputs cost a forward each; the first layers need only the former.
+        # Backward: gradients of weights and inputs cost a forward each; the first layers need the former.
         training = 3 * forward - first + (sum(blocks) if self.gradient_checkpointing else 0)
         after = [r.end_layer_idx + 1 for r, kept in zip(self.routes, num_kept, strict=True) if kept < T]
         fp32 = sum(blocks[idx] for idx in after if idx < len(blocks)) if self.fp32_after_route else 0
