@@ -54,7 +54,7 @@ twins: setup ## run or resume the twin study and write its page (one or two days
 	$(BIN)/python -m study.twins $(TWINS) $(ARGS)
 	$(BIN)/python -m study.claims $(TWINS)
 
-soak: setup ## kill each program 100 times at random moments and check that it resumes (an hour)
+soak: setup ## kill trainings of four kinds 100 times each at random moments, and check that they resume (an hour)
 	$(BIN)/python -m tests.faults.soak $(SOAK_ARGS)
 
 gpu: setup ## run checks and benchmarks on a GPU, results in OUT (about an hour on an H200); ARGS=--tiny: on a CPU

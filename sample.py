@@ -4,7 +4,7 @@
     python sample.py run=runs/NAME class_label=3 guidance_scale=1.5 num_steps=40
 
 Sample i depends only on seed first_seed + i, not on the number of processes. Finished parts are kept in
-OUTPUT.partial: the same command resumes, also with another number of processes.
+OUT.partial: the same command resumes, also with another number of processes.
 """
 
 import runtime.openmp  # noqa: F401 before torch

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 RECONSTRUCTS = "diffusion.EDMPrecond"
 COUNTS = {"data.num_entries", "data.num_components", "data.num_images", "evaluation.batch_size"}
 DRAWN_DATA = ("data.synthetic", "data.mixture")
-# The published option of model/routes of each routed method.
+# Routed method -> its published option of model/routes.
 ROUTES = {"tread": "paper", "sprint": "sprint"}
 METHODS = ("dit", *ROUTES)
 DECODINGS = ("rounded", "official")

@@ -280,12 +280,8 @@ def complete(request: T, experiment: Experiment) -> T:
     check_choice("decoding", decoding, DECODINGS)
     groups = {group: getattr(request, group) or experiment.written[group] for group in GROUPS}
     for group, key in (("sampler", "num_steps"), ("guidance", "guidance_scale")):
-        if (value := getattr(request, key)) is None:
-            continue
-        if key not in groups[group]:  # dopri5 chooses its steps
-            keys = ", ".join(f"{group}.{name}" for name in groups[group] if name != "_target_")
-            raise ValueError(f"{key}={value} does not apply to this {group}, which has no {key}: set {keys}")
-        groups[group] = {**groups[group], key: value}
+        if (value := getattr(request, key)) is not None:
+            groups[group] = {**groups[group], key: value}
     if (weak := groups["guidance"]).get("weak_checkpoint") is not None and weak["weak_run"] is None:
         groups["guidance"] = {**weak, "weak_run": request.run}
     return replace(request, mixed_precision=precision, compile=compiled, decoding=decoding, **groups)

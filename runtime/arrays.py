@@ -107,7 +107,7 @@ def load_stored(file: Path) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]):
             # Mapped, so that reading shapes does not read the weights.
             return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # torch raises many types of errors, and suggests to run the code
+    except Exception as error:  # torch raises many types of errors; some suggest to load without protection
         raise ValueError(f"{file} is damaged, or holds more than plain tensors") from error
 
 

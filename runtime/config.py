@@ -136,7 +136,7 @@ def as_job(main: Callable[[DictConfig], Any]) -> Callable[[DictConfig], Any]:
             value = main(cfg)
             if is_main():
                 record_end(name, folder=cfg.get("output_dir"))
-        except caught as error:  # any error: the other jobs go ahead
+        except caught as error:  # any error: continue with the other jobs
             if isinstance(error, UserError):
                 sys.stderr.write(f"error: {error} (in the job {name})\n")
                 record_end(name, reason=str(error), again=isinstance(error.__cause__, Busy))

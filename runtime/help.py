@@ -60,7 +60,8 @@ def read_comments(keys: set[str]) -> dict[str, str]:
 def _first_clause(text: str) -> str:
     text = re.sub(r" \(\[[^]]*\]\([^)]*\)\)|,? ?see (above|below).*", "", text)  # links in brackets
     text = re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", text)
-    return textwrap.shorten(re.split(r"[.;] ", text)[0], MAX_COMMENT, placeholder=" ...")
+    first = re.split(r"[.;] (?![^(]*\))", text)[0]  # not inside brackets
+    return textwrap.shorten(first, MAX_COMMENT, placeholder=" ...")
 
 
 def _columns(group: re.Match[str], width: int) -> str:

@@ -224,8 +224,8 @@ page: `python -m study.claims` writes it from the records in {}.
 
 # Outcomes
 
-Confirmed and refuted hold **at the scale of the row only**. Most networks here have a few million parameters
-and 16 to 256 tokens, and train for one or two thousand steps of batch 32 on two CPU cores.
+An outcome holds **only for networks and data of the size in its row**. Most networks here have a few million
+parameters and 16 to 256 tokens, and train for one or two thousand steps of batch 32 on two CPU cores.
 
 An effect is the change from the second arm to the first, paired by seed, with the 95 % interval of its mean
 (Student's t). It is negative if a loss or a distance is lower. Some rows give the range of values instead. A
@@ -238,7 +238,7 @@ ARMS_HEAD = f"""# Arms
 
 Final scores of the twin study (`study/README.md`): means over seeds and half of their 95 % intervals. "lr" is
 the rate, of {", ".join(f"{lr:g}" for lr in LRS)}, with the lowest held-out dense loss in a search of half the
-steps on a separate seed. "!" marks the largest; at higher rates some seeds did not recover from their start.
+steps on a separate seed. "!" marks the largest. Higher rates are not tried: at 0.004 some seeds did not recover.
 "Over dense" is the change from the dense arm with the same overrides, paired by seed. "Best guidance" is the
 better of the scales 1.25 and 1.75 of CFG. All arms have the block of DiT; "sprint" has no second stage."""
 

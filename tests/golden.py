@@ -77,7 +77,8 @@ def image_hash(folder: Path, sampler: str, guidance: str) -> str:
 
 def main() -> None:
     """Write the losses and the hashes."""
-    parser = argparse.ArgumentParser("python -m tests.golden", description=__doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m tests.golden", description=__doc__, formatter_class=raw)
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out
     with tempfile.TemporaryDirectory() as temporary:

@@ -228,7 +228,7 @@ RULES = [
     ("sample", "checkpoint=nowhere.pt", "checkpoint=nowhere.pt is not a file: give a file of weights, or run=FOLDER"),
     ("sample", "run=r sampler=edmm", "sampler=edmm is not known: did you mean edm?"),
     ("sample", "run=r sampler.S_churn=20", "sampler.S_churn needs sampler=edm or sampler=heun on the command line"),
-    ("sample", "run=r sampler=dopri5 num_steps=5", "num_steps=5 does not apply to this sampler, which has no num_steps: set "),
+    ("sample", "run=r sampler=dopri5 num_steps=5", "num_steps=5 is not known: adaptive_sampler takes "),
     ("sample", "run=empty", "run=empty has no checkpoint yet"),
     ("sample", "run=unconditional class_label=0", "class_label=0 must be null for an unconditional network (num_classes=0)"),
     ("sample", "run=unconditional guidance_scale=2", "guidance_scale=2.0 must be 1 for an unconditional network"),
