@@ -212,13 +212,24 @@ class Experiment:
         net = self.meta_net
         check_latents(self)
         if "router" in self.model_node.arguments:
-            self.model_node.arguments["router"].bind()(torch.zeros(1, net.num_tokens, 1), 1)
+            self.check_router(net.num_tokens)
         self.route_plan(net)
         self.loss(net)
         self.optimizer(net.named_parameters())
         self.ema(net)
         self.check_sampling()
         return self
+
+    def check_router(self, num_tokens: int) -> None:
+        """Let the router keep one of the tokens of a sample."""
+        arguments = self.model_node.arguments
+        router, x = arguments["router"].bind(), torch.zeros(1, num_tokens, arguments.get("hidden_size", 1))
+        try:
+            ids_keep = router(x, 1, force_keep=None, noise=None, generator=None)
+        except (TypeError, RuntimeError, IndexError) as error:  # of a user's router
+            raise ValueError(f"model.router: {error}") from error
+        if (shape := tuple(ids_keep.shape)) != (1, 1):
+            raise ValueError(f"model.router must return positions (N, K); for N = K = 1 it returned {shape}")
 
     def check_sampling(self) -> None:
         """Call sampler and guidance on one number, so that they check their keys."""

@@ -17,14 +17,7 @@ from runtime.targets import CONFIGS, read_configs, walk
 
 SCHEMA = "_schema"  # suffix of the names of schemas
 # Lines of messages that only help developers.
-FOR_DEVELOPERS = (
-    "To append to your config",
-    "full_key:",
-    "reference_type=",
-    "object_type=",
-    "See https://",
-    "^",
-)
+FOR_DEVELOPERS = ("To append to your", "full_key:", "reference_type=", "object_type=", "See https://", "^")
 CLEARER = (  # (pattern in a message, replacement)
     (
         r"Invalid value assigned: \w+ is not a ListConfig.*|Cannot merge DictConfig with List.*",
@@ -35,10 +28,8 @@ CLEARER = (  # (pattern in a message, replacement)
         "is a group of keys, set one by one",
     ),
     (r"(Could not load 'hydra/\w+/\w+')\.", r"\1: run `pip install -r requirements-sweeps.txt`"),
-    (
-        r"^invalid literal for int\(\) with base 10: ('.*')$",
-        r"\1 is not an index of a list: use 0, 1, ...",
-    ),
+    (r"list index out of range$", "the list has no item of this index"),
+    (r"^invalid literal for int\(\) with base 10: ('.*')$", r"\1 is not an index of a list: use 0, 1, ..."),
 )
 INTERPOLATED = re.compile(r"Interpolation key '(.*)' not found\s+full_key: (\S+)")
 

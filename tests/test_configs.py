@@ -467,6 +467,22 @@ def test_the_router_is_as_configured():
     assert (net.router.func, net.router.keywords) == (norm_router, {"weight": 0.5})
 
 
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        (lambda x, num_kept: x, r"model\.router: .*unexpected keyword argument 'force_keep'"),
+        (lambda x, num_kept, **options: x @ torch.zeros(64, 1), r"model\.router: .* \(64x128 and 64x1\)"),
+        (lambda x, num_kept, **options: torch.arange(num_kept), r"positions \(N, K\);.* returned \(1,\)"),
+    ],
+)
+def test_a_router_of_ones_own_is_tried_before_the_run(router, message):
+    """It gets tokens of the network's width, so that a router with weights works."""
+    experiment = validated("model=tread")
+    experiment.model_node.arguments["router"] = SimpleNamespace(bind=lambda: router)
+    with pytest.raises(ValueError, match=message):
+        experiment.check()
+
+
 def test_the_loss_of_kept_tokens_is_built_when_configured():
     for arm, kind in (("tread", EDMLoss), ("kept_loss", KeptTokensLoss), ("masking", KeptTokensLoss)):
         experiment = validated(f"experiment=ablation_{arm}")

@@ -222,7 +222,7 @@ RULES = [
     ("train", "optimizer.betas=[0.9, 0.99]", "optimizer.betas=[0.9, cannot be read: must be KEY=VALUE without spaces"),
     ("train", "sampler=true", "Config group override must be a string or a list. Got bool"),
     ("train", "model=dit --seed=1", "--seed=1 is not an option (see --help): set keys without dashes, as seed=1"),
-    ("train", "model.routes.1.selection_ratio=0.3", "model.routes.1.selection_ratio=0.3: list index out of range"),
+    ("train", "model.routes.1.selection_ratio=0.3", "model.routes.1.selection_ratio=0.3: the list has no item of this index"),
     ("train", "model.routes.x=0.3", "'x' is not an index of a list: use 0, 1, ..."),
     ("sample", "num_samples=3", "run=FOLDER or checkpoint=FILE must be given"),
     ("sample", "checkpoint=nowhere.pt", "checkpoint=nowhere.pt is not a file: give a file of weights, or run=FOLDER"),
