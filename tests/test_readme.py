@@ -73,8 +73,9 @@ PROGRAMS = {
 
 # Programs with other arguments than overrides of a configuration.
 PARSERS = {"benchmarks.gpu": gpu.parse, "study.twins": twins.parse}
+FETCHED = (*PUBLISHED, "random")
 CHECKS = {
-    "evaluation.fetch": lambda request: [check_choice("files", f, PUBLISHED) for f in request.files],
+    "evaluation.fetch": lambda request: [check_choice("files", f, FETCHED) for f in request.files],
     "fid.py": check_request,
     "data.encode": encode.check_request,
     "examples.finetune": finetune.check_request,
