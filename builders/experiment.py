@@ -211,7 +211,7 @@ class Experiment:
         """Build every part, so that it checks its keys; the network is on the meta device."""
         net = self.meta_net
         check_latents(self)
-        if "router" in self.model_node.arguments:
+        if net.routes and "router" in self.model_node.arguments:
             self.check_router(net.num_tokens)
         self.route_plan(net)
         self.loss(net)
@@ -221,15 +221,15 @@ class Experiment:
         return self
 
     def check_router(self, num_tokens: int) -> None:
-        """Let the router keep one of the tokens of a sample."""
+        """Let the router choose two tokens of a sample of zeros."""
         arguments = self.model_node.arguments
         router, x = arguments["router"].bind(), torch.zeros(1, num_tokens, arguments.get("hidden_size", 1))
         try:
-            ids_keep = router(x, 1, force_keep=None, noise=None, generator=None)
-        except (TypeError, RuntimeError, IndexError) as error:  # of a user's router
+            shape = tuple(router(x, 2, force_keep=None, noise=None, generator=None).shape)
+        except (TypeError, RuntimeError, IndexError, AttributeError, KeyError) as error:  # of a user's router
             raise ValueError(f"model.router: {error}") from error
-        if (shape := tuple(ids_keep.shape)) != (1, 1):
-            raise ValueError(f"model.router must return positions (N, K); for N = K = 1 it returned {shape}")
+        if shape != (1, 2):
+            raise ValueError(f"model.router must return positions (N, K), here (1, 2): it returned {shape}")
 
     def check_sampling(self) -> None:
         """Call sampler and guidance on one number, so that they check their keys."""

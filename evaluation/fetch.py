@@ -10,6 +10,7 @@ from the beginning; `curl -C - -o FILE URL` resumes it by hand.
 
 import http.client
 import socket
+import time
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,9 +47,9 @@ def fetch(published: PublishedFile, folder: Path) -> Path:
         _check(file, published)
         return file
     folder.mkdir(parents=True, exist_ok=True)
-    for left_over in folder.glob(f".{file.stem}.partial{file.suffix}*"):  # of a download that was killed
-        left_over.unlink()
-    socket.setdefaulttimeout(TIMEOUT_SEC)  # torch.hub sets none
+    for left_over in folder.glob(f".{file.stem}.partial{file.suffix}*"):
+        if time.time() - left_over.stat().st_mtime > 2 * TIMEOUT_SEC:  # of a download that was killed
+            left_over.unlink()
     with atomic_write(file) as partial:
         download_url_to_file(published.url, str(partial), hash_prefix=published.sha256)
         _check(partial, published)
@@ -68,6 +69,7 @@ def _check(file: Path, published: PublishedFile) -> None:
 def main(request: FetchConfig) -> None:
     """List the files, or download the requested ones."""
     folder = Path(request.folder)
+    socket.setdefaulttimeout(TIMEOUT_SEC)  # torch.hub sets none
     for name in request.files:
         check_choice("files", name, (*PUBLISHED, RANDOM))
     if not request.files:

@@ -28,7 +28,7 @@ CLEARER = (  # (pattern in a message, replacement)
         "is a group of keys, set one by one",
     ),
     (r"(Could not load 'hydra/\w+/\w+')\.", r"\1: run `pip install -r requirements-sweeps.txt`"),
-    (r"list index out of range$", "the list has no item of this index"),
+    (r"list index out of range$", "the list has no item with this index"),
     (r"^invalid literal for int\(\) with base 10: ('.*')$", r"\1 is not an index of a list: use 0, 1, ..."),
 )
 INTERPOLATED = re.compile(r"Interpolation key '(.*)' not found\s+full_key: (\S+)")

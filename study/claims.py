@@ -238,7 +238,7 @@ ARMS_HEAD = f"""# Arms
 
 Final scores of the twin study (`study/README.md`): means over seeds and half of their 95 % intervals. "lr" is
 the rate, of {", ".join(f"{lr:g}" for lr in LRS)}, with the lowest held-out dense loss in a search of half the
-steps on a separate seed. "!" marks the largest: at 0.004, which was tried before, some seeds did not recover.
+steps on a separate seed. "!" marks the largest. Samples take 12 steps.
 "Over dense" is the change from the dense arm with the same overrides, paired by seed. "Best guidance" is the
 better of the scales 1.25 and 1.75 of CFG. All arms have the block of DiT; "sprint" has no second stage."""
 

@@ -38,7 +38,7 @@ from runtime.provenance import environment
 from runtime.tables import aligned
 from training.run_folder import RunFolder
 
-# 4e-3 looks as good in a search of half the steps, but some seeds never recover from their start.
+# 4e-3 looks as good in a search of half the steps, but a seed did not recover from its start.
 LRS, SEARCH_SEED = (5e-4, 1e-3, 2e-3), 100
 CFG = ("guidance=cfg guidance_scale=1.25", "guidance=cfg guidance_scale=1.75")
 SPARSE = "guidance=sparse guidance_scale=1.5 guidance.strong_ratio=0.5 guidance.weak_ratio=0.9"

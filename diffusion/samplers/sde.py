@@ -55,9 +55,7 @@ def sde_sampler(
     check_num_steps(num_steps)
     levels = times(path, num_steps)
     if coefficient == "sbdm" and path.alpha(levels[0]) == 0:
-        raise ValueError(
-            f"sampler.coefficient=sbdm is infinite at t={levels[0]:g}: sampler.times.t_max must be less"
-        )
+        raise ValueError(f"sampler.coefficient=sbdm diverges at t={levels[0]:g}: lower sampler.times.t_max")
 
     x = noise.to(torch.float64) * path.sigma(levels[0])
     for t, t_next in pairwise(levels):

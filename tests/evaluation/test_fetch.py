@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -55,6 +56,16 @@ def test_a_file_is_downloaded_once_and_checked(server, tmp_path):
     (server[0] / "weights.pth").unlink()
     assert fetch(file, tmp_path / "in/here").read_bytes() == content
     assert [file.name for file in (tmp_path / "in/here").iterdir()] == ["weights.pth"]
+
+
+def test_only_old_parts_of_downloads_are_removed(server, tmp_path):
+    """A new one may belong to another process that downloads the same file."""
+    parts = [tmp_path / f".weights.partial.npz.{name}.partial" for name in ("old", "new")]
+    for part in parts:
+        part.write_bytes(b"")
+    os.utime(parts[0], (1, 1))
+    fetch(published(server, "weights.npz", npz()), tmp_path)
+    assert [part.exists() for part in parts] == [False, True]
 
 
 def test_another_file_than_the_published_one_is_refused(server, tmp_path):
