@@ -86,7 +86,7 @@ def test_a_sweep_of_several_runs_says_how_to_compare_them():
 def test_a_sweep_with_a_job_that_cannot_be_composed_is_refused_before_its_first_job(tmp_path):
     ratio = "model.routes.0.selection_ratio=0.3"  # the dense twin has no route
     for jobs, refused in (
-        (("model=tread,dit", ratio), f"{ratio}: list index out of range"),
+        (("model=tread,dit", ratio), f"{ratio}: the list has no item with this index"),
         (("train.total_stepz=3,4",), "train.total_stepz is not known: did you mean train.total_steps?"),
     ):
         swept = start("train.py", "-m", *jobs, folder=tmp_path, check=False)
