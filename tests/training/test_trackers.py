@@ -173,7 +173,10 @@ def test_wandb_gets_all_that_a_run_reports_and_resumes_its_run(tmp_path, monkeyp
     assert len(runs) == 2
     assert len({folder.name.rpartition("-")[2] for folder in runs}) == 1, "one run, as its id says"
     (log,) = runs[-1].glob("*.wandb")  # `wandb sync` reads this file
-    assert b"train.batch_size" in log.read_bytes()
+    latest = time.monotonic() + 60  # a process of wandb writes it
+    while b"train.batch_size" not in log.read_bytes():
+        assert time.monotonic() < latest, "the configuration is missing"
+        time.sleep(0.1)
 
 
 def test_wandb_does_not_create_a_removed_run_folder_again(tmp_path):
