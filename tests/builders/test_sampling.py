@@ -19,7 +19,7 @@ from runtime.machine import has_fast_bf16
 from tests.runs import composed, tiny_run
 from training.checkpoint import find_checkpoint
 
-# The other one than that of this machine.
+# The precision that this machine does not choose.
 MOST_UNLIKE = f"mixed_precision={'no' if has_fast_bf16(ALONE.device) else 'bf16'}"
 
 

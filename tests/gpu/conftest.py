@@ -21,7 +21,7 @@ def device(request):
 
 @pytest.fixture
 def tiny(device):
-    """Whether the sizes are those that a CPU does in seconds."""
+    """True if the sizes are small enough for a CPU."""
     return device.type == "cpu"
 
 

@@ -67,7 +67,7 @@ def computing(precision, device):
 
 
 def relative(found, wanted):
-    """The norm of the difference of all tensors over the norm of those that are wanted."""
+    """The norm of the difference of all tensors, divided by the norm of the expected ones."""
     wanted = [tensor.detach().cpu().double() for tensor in wanted]
     apart = [a.detach().cpu().double() - b for a, b in zip(found, wanted, strict=True)]
     return (torch.nn.utils.get_total_norm(apart) / torch.nn.utils.get_total_norm(wanted)).item()
@@ -158,7 +158,7 @@ def features(count, length, seed):
 
 
 def test_scores(device, tiny, check, tmp_path):
-    """Features of the Inception network, and scores of features, are those of the CPU."""
+    """Features of the Inception network, and scores of features, are as on the CPU."""
     num_images, count, length = (4, 500, 256) if tiny else (64, 5000, NUM_POOL_FEATURES)
     images = np.random.default_rng(0).integers(0, 256, (num_images, 64, 64, 3), dtype=np.uint8)
     file = write_random_weights(tmp_path / "random.pth")

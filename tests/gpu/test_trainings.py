@@ -40,7 +40,7 @@ def setting_of(tiny, *overrides, mask_coverage=None):
 
 
 def trainer_of(folder, setting):
-    """The trainer that train.py would build, on latents of noise; its device is that of the process."""
+    """The trainer that train.py would build, on latents of noise and on the device of the process."""
     write_latents(folder / "latents", setting)
     return build(folder, overrides_of(setting, "routed", folder))[0]
 
@@ -134,7 +134,7 @@ def waiting_is_an_error(device):
 @pytest.mark.usefixtures("on_device")
 def test_a_killed_run_resumes(tmp_path, device, tiny, check):
     """As an undisturbed run ends, and as another one with the same seed."""
-    # No processes that read ahead: those of a killed run would live on.
+    # No loader processes: they would outlive a killed run.
     every = ("train.num_workers=0", "train.log_every=2", f"train.save_every={SAVE_EVERY}")
     setting = setting_of(tiny, *every, f"train.total_steps={TOTAL_STEPS}")
     write_latents(tmp_path / "latents", setting)
@@ -183,7 +183,7 @@ def compared_runs(undisturbed, resumed, again, device):
 
 
 def differences(wanted, found):
-    """How far weights, average and logged losses of a run are from those of another."""
+    """The differences of weights, average and logged losses between two runs."""
     errors, checkpoint = {}, f"checkpoints/step_{TOTAL_STEPS:08d}"
     for what, file in (("weights", "net"), ("average", "ema")):
         a, b = (load_file(run / checkpoint / f"{file}.safetensors") for run in (found, wanted))

@@ -202,7 +202,7 @@ class MeanOfAll:
 
 
 class Brightness(Metric):
-    """How far the mean pixel of the samples is from that of the reference."""
+    """The distance between the mean pixels of samples and reference."""
 
     keys = ("brightness",)
     needs = ((FeatureStatistics, "pixels"),)
