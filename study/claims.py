@@ -3,39 +3,57 @@
     python -m study.claims            write CLAIMS.md and assets/twins.png from the records of the project
     python -m study.claims FOLDER     write both to FOLDER, from the records of a study in FOLDER
 
-The claims are rows of study/claims.yaml. The text of the page (HEAD) defines effects and outcomes.
+The claims are rows of study/claims.yaml, which also has the texts of the page. They define effects, gates
+and outcomes.
 """
 
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from statistics import mean
+from typing import Any, NamedTuple
 
-import numpy as np
 import yaml
 
-from benchmarks import finetuning
 from benchmarks.processes import program_parser
 from benchmarks.results import markdown, read_environment, read_results
 from runtime.files import atomic_write, write_text
 from runtime.provenance import PROJECT
-from study.records import BEST, DISTANCES, EXCESS, RATIOS, Effect, Records, compare
-from study.twins import ARMS, LOSS, LRS, STUDIES, UNGUIDED
+from study.records import DISTANCES, EXCESS, RATIOS, Effect, Records, compare, effect_of, holm
+from study.twins import LOSS, STUDIES, UNGUIDED, search_losses
 
-CONFIRMED, REFUTED, OPEN, ABSENT = "confirmed", "refuted", "open", "not measured"
-UNTESTED = "cannot be tested at this scale"
-SCORES = (EXCESS, LOSS, "train_loss", *DISTANCES.values(), "label_accuracy", "precision", "recall")
-FIGURE_ARMS = {"dense": "#4c72b0", "routed": "#dd8452", "no removal": "#55a868"}
+SEEN, OPPOSITE, UNDECIDED, UNTESTABLE = "seen", "opposite seen", "undecided", "not testable here"
+NOT_MEASURED = "not measured"
+ALPHA, MIN_GAIN, MIN_PRECISION = 0.05, 0.3, 0.3  # of a claim; of gates b and c
+OF_SAMPLES = (*DISTANCES, "label_accuracy", "precision", "recall")  # scores that gates b and c judge
+SCORES = (
+    LOSS,
+    EXCESS,
+    "sharpening",
+    "train_loss",
+    *DISTANCES,
+    "memorised",
+    "label_accuracy",
+    "precision",
+    "recall",
+)
+REAL = ("real held-out", "real training")  # baselines that are no model
+SAME_DATA = {"depth": "mixture", "width": "mixture", "backbones": "digits", "glyphs-s2": "glyphs-50k"}
+FIGURE, FIGURE_STUDY = "assets/twins.png", "digits-200"
 
 
 class Finding(NamedTuple):
-    """The outcome of one experiment, with its text, n and commits."""
+    """The result of one test: its text, n, commits, and its effect or outcome."""
 
-    outcome: str
     text: str
     n: str = ""
     commits: tuple[str, ...] = ()
+    effect: Effect | None = None
+    higher: bool = False
+    failed_gates: tuple[str, ...] = ()
+    outcome: str = NOT_MEASURED
 
 
 @dataclass(frozen=True)
@@ -44,43 +62,39 @@ class Comparison:
 
     arms: Sequence[str]
     scores: Mapping[str, str | Sequence[str]]
-    over: Sequence[str] | None = None
+    over: Sequence[str] = ()
     higher: bool = False
-    at: str = "steps"
+    at: str = "end"
     guidance: Sequence[str] = (UNGUIDED, UNGUIDED)
-    name: str = "{study}, {key}"
 
     def pairs(self) -> list[tuple[str, str]]:
         """Return each study with each of its scores."""
-        return [(study, key) for study, keys in self.scores.items() for key in np.atleast_1d(keys).tolist()]
+        return [
+            (study, key)
+            for study, keys in self.scores.items()
+            for key in ([keys] if isinstance(keys, str) else keys)
+        ]
 
     def findings(self, records: Records) -> list[Finding]:
-        """Return a finding for each score of each study."""
-        return [self._finding(records, study, key) for study, key in self.pairs()]
+        """Return a finding for each score of each study that has records."""
+        return [f for study, key in self.pairs() if (f := self._finding(records, study, key))]
 
-    def _finding(self, records: Records, study: str, key: str) -> Finding:
-        arms, text = self.arms, self.name
-        changes = compare(records, study, key, self.arms, self.at, self.guidance)
-        if self.over:  # the difference between two changes
-            before = compare(records, study, key, self.over, self.at, self.guidance)
-            changes = {seed: changes[seed] - before[seed] for seed in changes.keys() & before.keys()}
-            arms, text = (self.arms[0], self.over[0]), f"{text}, {self.arms[0]} over {self.over[0]}"
-        edge = ", the smallest or largest tried" if self._at_an_edge(records, study) else ""
-        text = text.format(study=study, key=key, arm=self.arms[0], edge=edge)
-        text += "" if self.at == "steps" else f" at equal {self.at}"
+    def _finding(self, records: Records, study: str, key: str) -> Finding | None:
+        effect = compare(records, study, key, (*self.arms, *self.over), self.at, self.guidance)
+        if effect is None:
+            return None
+        text = f"{study}, {key}, {self.arms[0]} against {self.arms[1]}"
+        text += f", more than {self.over[0]} against {self.over[1]}" if self.over else ""
+        text += {"end": "", "best": ", best checkpoint"}.get(self.at, f", equal {self.at}")
         if self.guidance[0] != UNGUIDED:
-            chosen = [records.chosen_guidance(study, *pair) for pair in zip(arms, self.guidance, strict=True)]
+            chosen = [
+                records.chosen_guidance(study, a, g) for a, g in zip(self.arms, self.guidance, strict=True)
+            ]
             text += f" ({' against '.join(dict.fromkeys(g.replace('guidance=', '') for g in chosen))})"
-        if not changes:
-            return Finding(ABSENT, text)
-        effect = Effect.of([*changes.values()])
+        gates = tuple(gate for gate, reason in failed_gates(records, study, key).items() if reason)
+        commits = records.commits(study, (*self.arms, *self.over))
         text = f"{text}: {effect.shown(key in RATIOS)}"
-        return Finding(outcome_of(effect, self.higher), text, str(effect.n), records.commits(study, arms))
-
-    def _at_an_edge(self, records: Records, study: str) -> bool:
-        ends = finetuning.LRS.get(study, ())
-        rows = [row for arm in self.arms for row in records.of(study, arm)]
-        return any(float(row["lr"]) in (min(ends), max(ends)) for row in rows if ends)
+        return Finding(text, str(effect.n), commits, effect, self.higher, gates)
 
 
 @dataclass(frozen=True)
@@ -104,66 +118,129 @@ class Bound:
         rows = [row for row in rows if row.get(self.column)]
         rows = [row for row in rows if all(row[key] in values for key, values in self.where.items())]
         divided_by = [float(row[self.divided_by]) if self.divided_by else 1.0 for row in rows]
-        values = [float(row[self.column]) / by for row, by in zip(rows, divided_by, strict=True)]
-        if not values:
-            return [Finding(ABSENT, self.name)]
+        numbers = [float(row[self.column]) / by for row, by in zip(rows, divided_by, strict=True)]
+        if not numbers:
+            return []
         bounds = ((operator.gt, self.above), (operator.ge, self.at_least), (operator.le, self.at_most))
         bounds = [(fits, bound) for fits, bound in bounds if bound is not None]
-        verdicts = {all(fits(value, bound) for fits, bound in bounds) for value in values}
-        outcome = OPEN if len(verdicts) > 1 else CONFIRMED if verdicts == {True} else REFUTED
-        text = f"{self.name}: {min(values):.2f} to {max(values):.2f}x"
-        commits = dict.fromkeys(row["commit"][:7] for row in rows)
-        return [Finding(outcome, text, self.n or str(len(values)), tuple(commits))]
+        verdicts = {all(fits(value, bound) for fits, bound in bounds) for value in numbers}
+        outcome = UNDECIDED if len(verdicts) > 1 else SEEN if verdicts == {True} else OPPOSITE
+        text = f"{self.name}: {min(numbers):.2f} to {max(numbers):.2f}x"
+        commits = tuple(dict.fromkeys(row["commit"][:7] for row in rows))
+        return [Finding(text, self.n or str(len(numbers)), commits, outcome=outcome)]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim, its source, the tests that decide it here, and what would decide it at its own scale."""
+    """A claim, its source, what was published, the tests here, and what would decide it at its own scale."""
 
     says: str
     source: str
     elsewhere: str
+    published: str = ""
     tests: Sequence[Comparison | Bound] = ()
 
-
-def read_claims() -> list[Claim]:
-    """Read the rows of study/claims.yaml."""
-    rows = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text())
-    for row in rows:
-        tests = row.get("tests", ())
-        row["tests"] = [(Bound if "record" in test else Comparison)(**test) for test in tests]
-    return [Claim(**row) for row in rows]
+    @property
+    def is_about_cost(self) -> bool:
+        """True if measurements of this repository decide the claim."""
+        return bool(self.tests) and all(isinstance(test, Bound) for test in self.tests)
 
 
-CLAIMS = read_claims()
+@cache
+def read_page() -> tuple[dict[str, str], list[Claim]]:
+    """Read the texts and the claims of study/claims.yaml."""
+    page = yaml.safe_load((Path(__file__).parent / "claims.yaml").read_text())
+    for row in page["claims"]:
+        row["tests"] = [(Bound if "record" in test else Comparison)(**test) for test in row.get("tests", ())]
+    return page["texts"], [Claim(**row) for row in page["claims"]]
 
 
-def outcome_of(effect: Effect, higher: bool) -> str:
-    """Return the outcome of the claim that an effect is below 0, or above it if `higher`."""
-    if effect.low <= 0 <= effect.high:
-        return OPEN
-    return CONFIRMED if (effect.value > 0) == higher else REFUTED
+def baselines_of(records: Records, study: str) -> Mapping[str, Mapping[str, str]]:
+    """Return the rows of a study's baselines, by name."""
+    return records.baselines.get(SAME_DATA.get(study, study), {})
+
+
+def failed_gates(records: Records, study: str, key: str) -> dict[str, str]:
+    """Return for each gate that judges a score the reason why it fails; an empty text if it does not.
+
+    (a) The dense arm's best checkpoint beats the best baseline without a network. (b) Guidance lowers the
+    dense arm's distance by 30 %. (c) Its precision is at least 0.3 of real held-out data's.
+    """
+    distance = records.distance(study)
+    sampled, judge = key in OF_SAMPLES, EXCESS if records.is_mixture(study) else LOSS
+    gates = {"a": _gate_a(records, study, (distance or judge) if sampled else judge)}
+    if sampled:
+        unguided, guided, precision = (
+            [*records.scores(study, "dense", name, guidance=guidance).values()]
+            for name, guidance in ((distance, UNGUIDED), (distance, "best"), ("precision", UNGUIDED))
+        )
+        gain = 1 - mean(guided) / mean(unguided) if guided and unguided else None
+        real = baselines_of(records, study).get(REAL[0], {}).get("precision")
+        share = mean(precision) / float(real) if precision and real else None
+        gates["b"] = _reason("guidance lowers the distance by", gain, MIN_GAIN)
+        gates["c"] = _reason("precision over real data's:", share, MIN_PRECISION)
+    return gates
+
+
+def _gate_a(records: Records, study: str, key: str) -> str:
+    rows = baselines_of(records, study)
+    scores = {name: float(row[key]) for name, row in rows.items() if row.get(key) and name not in REAL}
+    dense = [*(records.scores(study, "dense", key, "best") or records.scores(study, "dense", key)).values()]
+    if not scores or not dense:
+        return "no record"
+    name = min(scores, key=scores.get)
+    return "" if mean(dense) < scores[name] else f"{key} {mean(dense):.3g}, {name} {scores[name]:.3g}"
+
+
+def _reason(text: str, value: float | None, least: float) -> str:
+    if value is None:
+        return "no record"
+    return "" if value >= least else f"{text} {100 * value:.0f} %"
 
 
 def judged(tests: Sequence[Comparison | Bound], records: Records) -> tuple[str, list[Finding]]:
-    """Return the outcome of a claim, open if its tasks contradict each other, and the findings behind it."""
-    findings = [f for test in tests for f in test.findings(records) if f.outcome != ABSENT]
+    """Return the outcome of a claim and its findings, with p values adjusted for their number."""
+    findings = [finding for test in tests for finding in test.findings(records)]
+    testable = [f for f in findings if f.effect and not f.failed_gates]
+    adjusted = iter(holm([f.effect.p for f in testable]))
+    decided = []
+    for f in findings:
+        outcome = f.outcome
+        if f.failed_gates:
+            outcome = f"{UNTESTABLE} (gate {', '.join(f.failed_gates)})"
+        elif f.effect:
+            as_claimed = (f.effect.value > 0) == f.higher
+            outcome = (SEEN if as_claimed else OPPOSITE) if next(adjusted) < ALPHA else UNDECIDED
+        decided.append(f._replace(outcome=outcome))
     if not findings:
-        return ABSENT if tests else UNTESTED, []
-    decided = {finding.outcome for finding in findings} - {OPEN}
-    return (decided.pop() if len(decided) == 1 else OPEN), findings
+        return NOT_MEASURED if tests else UNTESTABLE, []
+    outcomes = {f.outcome for f in decided}
+    if len({SEEN, OPPOSITE} & outcomes) == 1:
+        return ({SEEN, OPPOSITE} & outcomes).pop(), decided
+    tested = [f.outcome for f in decided if not f.failed_gates]
+    return UNDECIDED if tested else decided[0].outcome, decided
 
 
-def scoreboard(records: Records) -> str:
-    """Return the table of claims. For a folder other than the project's, list only claims with records."""
+def shown(finding: Finding) -> str:
+    """Format a finding; an undecided one says how many seeds would decide it."""
+    text = f"{finding.text}, n = {finding.n}: {finding.outcome}"
+    if finding.effect and finding.outcome == UNDECIDED:
+        seeds = finding.effect.seeds
+        text += f", would need {f'{seeds} seeds' if seeds else 'over 1,000 seeds'}"
+    return text
+
+
+def scoreboard(records: Records, about_cost: bool) -> str:
+    """Return a table of claims. For a folder other than the project's, list only claims with records."""
     rows = []
-    for claim in CLAIMS:
+    for claim in read_page()[1]:
+        if claim.is_about_cost != about_cost:
+            continue
         outcome, findings = judged(claim.tests, records)
         if not findings and not records.of_project:
             continue
-        texts = (f"{f.text}, n = {f.n}: {f.outcome}" for f in findings)
-        row = {"claim": claim.says, "source": claim.source, "here": outcome}
-        row["effect [95 % interval], n"] = "<br>".join(texts)
+        row = {"claim": claim.says, "source": claim.source, "published": claim.published, "here": outcome}
+        row["effect [95 % interval], n"] = "<br>".join(map(shown, findings))
         row["commit"] = ", ".join(dict.fromkeys(commit for f in findings for commit in f.commits))
         rows.append(row | {"what would decide it at its own scale": claim.elsewhere})
     if not rows:
@@ -171,100 +248,140 @@ def scoreboard(records: Records) -> str:
     return markdown(rows, dict.fromkeys(rows[0], "{}"), everything=True).replace("--:", "---")  # left-aligned
 
 
-def base_of(arm: str) -> str:
-    """Return the dense arm with the same overrides."""
-    name = next(name for name in sorted(ARMS, key=len, reverse=True) if arm.startswith(name))
-    return "dense" + arm.removeprefix(name)
+def gates_table(records: Records) -> str:
+    """Return a table of the gates of each study."""
+    rows = []
+    for study in records.rows:
+        if records.rows[study]:
+            key = records.distance(study) or LOSS
+            gates = failed_gates(records, study, LOSS) | {"a, samples": "-", "b": "-", "c": "-"}
+            if key != LOSS:
+                of_samples = failed_gates(records, study, key)
+                gates |= {"a, samples": of_samples["a"], "b": of_samples["b"], "c": of_samples["c"]}
+            row = {"task": study, "a, losses": gates["a"]} | {k: gates[k] for k in ("a, samples", "b", "c")}
+            rows.append({k: v or "passed" for k, v in row.items()})
+    return markdown(rows, dict.fromkeys(rows[0], "{}")).replace("--:", "---") if rows else ""
+
+
+def searches_table(records: Records) -> str:
+    """Return a table of the mean held-out loss of each learning rate of each search; the chosen is bold."""
+    rows = []
+    for study, searches in records.searches.items():
+        for arm in dict.fromkeys(row["arm"] for row in searches):
+            losses = search_losses(searches, arm)
+            chosen = min(losses, key=losses.get)
+            n = len({row["seed"] for row in searches if row["arm"] == arm})
+            cells = {f"{lr:g}": f"**{v:.4f}**" if lr == chosen else f"{v:.4f}" for lr, v in losses.items()}
+            rows.append({"task": study, "arm": arm, "n": n, **cells})
+    rates = sorted({key for row in rows for key in row} - {"task", "arm", "n"}, key=float)
+    return markdown(rows, dict.fromkeys(["task", "arm", "n", *rates], "{}")) if rows else ""
+
+
+def base_of(records: Records, study: str, arm: str) -> str:
+    """Return the dense arm of the same change, or of the same backbone."""
+    name, _, change = arm.partition(", ")
+    if study == "backbones":
+        return f"{name}, dense" if change == "tread" else "dense"
+    return f"dense, {change}" if f"dense, {change}" in records.arms(study) else "dense"
 
 
 def arms_table(records: Records, study: str) -> str:
-    """Return a table of the final scores of all arms: means over seeds and half of their intervals."""
-    guided = ((UNGUIDED, "", SCORES),)
-    if study in DISTANCES:
-        guided += ((BEST, ", best guidance", (DISTANCES[study], "label_accuracy")),)
-    rows = []
-    recorded = dict.fromkeys(row["arm"] for row in records.rows[study])
-    unchanged = [arm for arm in STUDIES[study].arms if arm in recorded]
-    for arm in dict.fromkeys([*unchanged, *recorded]):  # changed arms last
-        *_, last = records.of(study, arm)
-        edge = "!" if float(last["lr"]) == max(LRS) else ""
-        row = {"arm": arm, "lr": last["lr"] + edge, "steps": last["step"]}
-        row["TFLOP"] = f"{float(last['gflop']) / 1e3:.0f}"
-        for guidance, mark, keys in guided:
-            for key in keys:
-                if values := [*records.final(study, arm, key, guidance).values()]:
-                    effect = Effect.of(values)
-                    half = f" ± {effect.high - effect.value:.1g}" if effect.n > 1 else ""
-                    row |= {"n": effect.n, key + mark: f"{effect.value:.4g}{half}"}
-        key, base = DISTANCES.get(study, EXCESS), base_of(arm)
-        if base != arm and (changes := compare(records, study, key, (arm, base))):
-            row[f"{key} over dense"] = Effect.of([*changes.values()]).shown(key in RATIOS)
+    """Return a table of baselines and of all arms: means over seeds and half of their intervals."""
+    keys = [key for key in SCORES if any(row.get(key) for row in records.rows[study])]
+    keys = [EXCESS, *keys] if records.is_mixture(study) and EXCESS not in keys else keys
+    columns = [(key, at, UNGUIDED) for key in keys for at in ("end", "best")]
+    key = records.distance(study) or (EXCESS if records.is_mixture(study) else keys[0])
+    columns += [(key, "end", "best")] if key in DISTANCES else []
+    rows: list[dict[str, Any]] = []
+    for name, baseline in baselines_of(records, study).items():
+        cells = {key: f"{float(baseline[key]):.4g}" for key in keys if baseline.get(key)}
+        rows += [{"arm": f"*{name}*", **cells}] if cells else []
+    for arm in records.arms(study):
+        last = records.of(study, arm)[-1]
+        row = {"arm": arm, "lr": last.get("lr", ""), "steps": last["step"]}
+        row |= {"TFLOP": f"{float(last['gflop']) / 1e3:.3g}"} if last.get("gflop") else {}
+        for name, at, guidance in columns:
+            scores = [*records.scores(study, arm, name, at, guidance).values()]
+            if not scores or (at == "best" and study not in STUDIES):
+                continue
+            label = {"end": "", "best": ", best checkpoint"}[at] + (
+                "" if guidance == UNGUIDED else ", best guidance"
+            )
+            effect = effect_of([scores], (1,))
+            half = f" ± {effect.high - effect.value:.1g}" if effect.n > 1 else ""
+            row |= {"n": effect.n, name + label: f"{effect.value:.4g}{half}"}
+        base = base_of(records, study, arm)
+        if base != arm and (effect := compare(records, study, key, (arm, base))):
+            row[f"{key} over dense"] = effect.shown(key in RATIOS)
         rows.append(row)
-    return markdown(rows, dict.fromkeys((key for row in rows for key in row), "{}"))
+    order = ["arm", "lr", "steps", "TFLOP", "n", *dict.fromkeys(key for row in rows for key in row)]
+    return markdown(rows, dict.fromkeys(order, "{}"))
 
 
 def page(records: Records) -> str:
     """Return the text of CLAIMS.md."""
-    studies = [f"## {name}\n\n{arms_table(records, name)}" for name in STUDIES if records.rows[name]]
+    texts, claims = read_page()
+    findings = [f for claim in claims for f in judged(claim.tests, records)[1] if f.effect]
     ours = "`study/results/` and `benchmarks/results/`"
-    head = HEAD.format(ours if records.of_project else "this folder")
-    parts = [head, REHEARSAL if records.rehearsal else "", FIGURE if records.rows["mixture"] else ""]
-    return "\n\n".join(filter(None, [*parts, scoreboard(records), ARMS_HEAD, *studies])) + "\n"
-
-
-HEAD = """# Claims
-
-Published claims about routing, and whether the measurements of this project confirm them. Do not edit this
-page: `python -m study.claims` writes it from the records in {}.
-
-| section | contents |
-|---|---|
-| [Outcomes](#outcomes) | each claim, its source, and the measured effect |
-| [Arms](#arms) | final scores of all networks of the twin study |
-
-# Outcomes
-
-An outcome holds **only for networks and data of the size in its row**. Most networks here have a few million
-parameters and 16 to 256 tokens, and train for one or two thousand steps of batch 32 on two CPU cores.
-
-An effect is the change from the second arm to the first, paired by seed, with the 95 % interval of its mean
-(Student's t). It is negative if a loss or a distance is lower. Some rows give the range of values instead. A
-task confirms or refutes a claim if the interval lies on one side of 0; otherwise the claim is open. It is
-also open if its tasks contradict each other. Each interval is wrong once in twenty. A100-hours are estimates,
-scaled by FLOPs from the 240 (dense) and 147 (routed) that the paper's figure shows for XL/2 at 400K steps."""
-FIGURE = "![excess loss over the optimal denoiser against steps and FLOPs](assets/twins.png)"
-REHEARSAL = "**This is a rehearsal (--tiny), not a result.**"
-ARMS_HEAD = f"""# Arms
-
-Final scores of the twin study (`study/README.md`): means over seeds and half of their 95 % intervals. "lr" is
-the rate, of {", ".join(f"{lr:g}" for lr in LRS)}, with the lowest held-out dense loss in a search of half the
-steps on a separate seed. "!" marks the largest. Samples take 12 steps.
-"Over dense" is the change from the dense arm with the same overrides, paired by seed. "Best guidance" is the
-better of the scales 1.25 and 1.75 of CFG. All arms have the block of DiT; "sprint" has no second stage."""
+    head = texts["head"].format(
+        records=ours if records.of_project else "this folder", intervals=len(findings)
+    )
+    figure = f"![{texts['figure']}]({FIGURE})" if records.rows[FIGURE_STUDY] else ""
+    parts = [head, texts["rehearsal"] if records.rehearsal else "", texts["cost"], scoreboard(records, True)]
+    parts += [texts["open"], scoreboard(records, False), figure, texts["gates"], gates_table(records)]
+    parts += [texts["searches"], searches_table(records), texts["arms"]]
+    parts += [f"## {name}\n\n{arms_table(records, name)}" for name, rows in records.rows.items() if rows]
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
 def draw(records: Records, file: Path) -> None:
-    """Plot the excess loss of the twins against steps and FLOPs."""
+    """Plot held-out loss and copies against steps, and the distance to held-out data against FLOPs."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import ScalarFormatter
 
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
-    for arm, color in FIGURE_ARMS.items():
-        seeds = np.array([*records.curve("mixture", arm, EXCESS).values()])  # (seeds, P, 3)
-        if not len(seeds):
-            continue
-        scores = seeds[:, :, 2]
-        for axes, x in zip(panels, (seeds[0, :, 0], seeds[0, :, 1] / 1e3), strict=True):
-            axes.plot(x, scores.mean(axis=0), "o-", color=color, markersize=4, label=arm)
-            axes.fill_between(x, scores.min(axis=0), scores.max(axis=0), color=color, alpha=0.2, linewidth=0)
-    panels[0].set(xlabel="steps", ylabel="dense loss above the optimum", yscale="log")
-    panels[1].set(xlabel="training TFLOPs")
-    for axes in panels:
+    study = FIGURE_STUDY
+    panels = ((LOSS, "loss on unseen digits"), ("memorised", "copies of training images"))
+    panels += (("fd_pixel_held_out", "Frechet distance to unseen digits"),)
+    figure, axes_of = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    for axes, (key, title) in zip(axes_of, panels, strict=True):
+        by_flops = key not in (LOSS, "memorised")
+        for i, arm in enumerate(records.arms(study)):
+            curves = [
+                {point[0]: point for point in points} for points in records.curve(study, arm, key).values()
+            ]
+            steps = sorted(set.intersection(*map(set, curves))) if curves else []
+            if not steps:
+                continue
+            x = [curves[0][step][1] / 1e3 if by_flops else step for step in steps]
+            y = [[curve[step][2] for curve in curves] for step in steps]
+            axes.plot(x, [mean(v) for v in y], ".-", color=f"C{i}", label=arm)
+            axes.fill_between(
+                x, [min(v) for v in y], [max(v) for v in y], color=f"C{i}", alpha=0.2, linewidth=0
+            )
+        for i, (name, row) in enumerate(baselines_of(records, study).items()):
+            if row.get(key) and key != "memorised":
+                axes.axhline(
+                    float(row[key]), color="0.4", linewidth=1, linestyle=("-", "--", ":", "-.")[i % 4]
+                )
+                axes.text(
+                    1,
+                    float(row[key]),
+                    f" {name}",
+                    transform=axes.get_yaxis_transform(),
+                    fontsize=7,
+                    va="center",
+                )
+        axes.set(title=title, xlabel="training TFLOPs" if by_flops else "steps", xscale="log")
+        axes.set_yscale("linear" if key == "memorised" else "log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(ScalarFormatter())
+            axis.set_minor_formatter(ScalarFormatter())
+        axes.tick_params(which="both", labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.3, which="both", linewidth=0.5)
-    panels[0].legend(frameon=False)
+    axes_of[0].legend(frameon=False, fontsize=8)
     with atomic_write(file) as partial:
         figure.savefig(partial, dpi=130, format="png")
     plt.close(figure)
@@ -275,12 +392,14 @@ def main() -> None:
     parser = program_parser("study.claims", __doc__)
     parser.add_argument("folder", type=Path, nargs="?", help="folder with records (default: the project's)")
     folder = parser.parse_args().folder
+    if folder and not folder.is_dir():
+        parser.error(f"{folder} is not a folder with records")
     records, out = (Records(folder), folder) if folder else (Records(), PROJECT)
     (out / "assets").mkdir(exist_ok=True)
     write_text(out / "CLAIMS.md", page(records))
-    if records.rows["mixture"]:
-        draw(records, out / "assets" / "twins.png")
-    print(scoreboard(records))
+    if records.rows[FIGURE_STUDY]:
+        draw(records, out / FIGURE)
+    print(scoreboard(records, False))
     print(f"written: {out / 'CLAIMS.md'}")
 
 

@@ -1,54 +1,106 @@
-"""The records of twins and fine-tunes, and the comparison of two arms, seed by seed."""
+"""The records of twins, fine-tunes and baselines, and the comparison of arms."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 
-from benchmarks import finetuning, results
+from benchmarks import results
 from benchmarks.results import read_environment, read_results
-from reports.runs import mean_and_half
-from study.twins import CFG, LOSS, STUDIES, UNGUIDED
+from study.twins import LOSS, STUDIES, UNGUIDED
 
 OURS = (Path(__file__).parent / "results", results.RESULTS)
-EXCESS = "excess loss"  # loss minus the optimal denoiser's
+# Studies that exist only as records: an earlier program trained their arms (commits in the records).
+EARLIER = ("digits", "mixture", "glyphs", "depth", "width", "tokens", "backbones", "full", "lora")
+EXCESS = "excess"  # weighted squared distance to the optimal denoiser
 # Scores that are compared as a ratio. The others are fractions and are compared as a difference.
-RATIOS = (EXCESS, LOSS, "train_loss", "fd_pixel", "fd_classifier", finetuning.LOSS)
-DISTANCES = {"digits": "fd_pixel", "glyphs": "fd_classifier"}
-EVALUATION = ("arm", "seed", "step", "guidance")
+DISTANCES = ("fd_pixel_held_out", "fd_classifier_held_out", "fd_pixel", "fd_classifier")
+RATIOS = (EXCESS, LOSS, "train_loss", *DISTANCES, "val_loss_dense")
+EVALUATION = ("arm", "seed", "step", "guidance", "noise")
 MAX_GAP = 1.5  # largest ratio between the costs of two evaluations to interpolate, because curves are bent
-BEST = "best"  # the best scale of classifier-free guidance
+MAX_SEEDS = 1000  # a larger number of seeds to decide is not stated
+UNEQUAL = 0.05  # p of Bartlett's test below which spreads are not pooled
 Point = tuple[int, float, float]  # step, gflop, score
+Scores = dict[int, float]  # seed -> score
 
 
 class Effect(NamedTuple):
-    """A mean over n seeds with its 95 % interval."""
+    """A difference of means over n seeds with its 95 % interval and its p.
+
+    Args:
+        seeds: number of seeds of each arm that would decide the difference, if it is as large as it is here.
+    """
 
     n: int
     value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> "Effect":
-        """Return the mean and interval of values from different seeds."""
-        middle, half = mean_and_half(values)
-        return cls(len(values), middle, middle - half, middle + half)
+    low: float = -math.inf
+    high: float = math.inf
+    p: float = 1.0
+    seeds: int | None = None
 
     def shown(self, is_ratio: bool) -> str:
         """Format the effect: a ratio in percent, a fraction in percentage points."""
         low, value, high = (
-            100 * (math.expm1(x) if is_ratio else x) for x in (self.low, self.value, self.high)
+            100 * (math.expm1(x) if is_ratio and math.isfinite(x) else x)
+            for x in (self.low, self.value, self.high)
         )
-        interval = f" [{low:+.1f}, {high:+.1f}]" if self.n > 1 else ""
+        interval = f" [{low:+.1f}, {high:+.1f}]" if math.isfinite(high) else ""
         return f"{value:+.1f} {'%' if is_ratio else 'points'}{interval}"
 
 
+def effect_of(
+    groups: Sequence[Sequence[float]], signs: Sequence[int], others: Sequence[Sequence[float]] = ()
+) -> Effect:
+    """Return the signed sum of the means of some groups, by Student's t.
+
+    The spread is pooled over these and other groups unless Bartlett's test finds it unequal; then each group
+    has its own, and degrees of freedom are Welch's.
+    """
+    value, n = sum(s * mean(g) for s, g in zip(signs, groups, strict=True)), min(map(len, groups))
+    spread = [group for group in (*groups, *others) if len(group) > 1]
+    if not spread:
+        return Effect(n, value)
+    variances = [float(np.var(group, ddof=1)) for group in spread]
+    freedom = sum(len(group) - 1 for group in spread)
+    pooled = sum(v * (len(g) - 1) for v, g in zip(variances, spread, strict=True)) / freedom
+    is_equal = len(spread) == 1 or min(variances) == 0 or stats.bartlett(*spread).pvalue >= UNEQUAL
+    if not is_equal:
+        if n < 2:
+            return Effect(n, value)
+        parts = [float(np.var(group, ddof=1)) / len(group) for group in groups]
+        # Welch: df = (sum v_i / n_i)^2 / sum (v_i / n_i)^2 / (n_i - 1)
+        freedom = sum(parts) ** 2 / sum(p**2 / (len(g) - 1) for p, g in zip(parts, groups, strict=True))
+        error = math.sqrt(sum(parts))
+    else:
+        error = math.sqrt(pooled * sum(1 / len(group) for group in groups))
+    half = float(stats.t.ppf(0.975, freedom)) * error
+    p = 2 * float(stats.t.sf(abs(value) / error, freedom)) if error else float(value == 0)
+    return Effect(n, value, value - half, value + half, p, seeds_to_decide(value, error**2 * n))
+
+
+def seeds_to_decide(value: float, variance: float) -> int | None:
+    """Return the smallest n whose interval excludes 0, for an error of sqrt(variance / n); None: too many."""
+    sizes = np.arange(2, MAX_SEEDS + 1)
+    halves = stats.t.ppf(0.975, 2 * (sizes - 1)) * np.sqrt(variance / sizes)
+    enough = sizes[halves < abs(value)]
+    return int(enough[0]) if len(enough) else None
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p values adjusted for their number, by Holm's method."""
+    adjusted, largest = [0.0] * len(values), 0.0
+    for rank, i in enumerate(np.argsort(values, kind="stable").tolist()):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
 class Records:
-    """The rows of the studies and of both kinds of fine-tunes, by study.
+    """The rows of the studies and of fine-tunes, by study, and the scores of baselines.
 
     Args:
         folders: folders with records; none given: the project's.
@@ -60,17 +112,23 @@ class Records:
     def __init__(self, *folders: Path):
         self.folders, self.of_project = folders or OURS, not folders
         self.step_ms, self.rehearsal = {}, False
+        recorded = {name: self._read(f"twins_{name}_[A-Z]*") for name in (*STUDIES, *EARLIER[:6])}
+        of_kinds = [row for row in self._read("finetuning_twins_*") if row.get("fd_pixel")]
+        recorded |= {kind: [row for row in of_kinds if row["kind"] == kind] for kind in EARLIER[-2:]}
+        backbones = [{**row, "part": "training", "step": row["steps"]} for row in self._read("arms_*")]
+        recorded["backbones"] = backbones
+        self.searches = {n: [r for r in rows if r.get("part") == "search"] for n, rows in recorded.items()}
         self.rows = {
-            name: [row for row in self._read(f"twins_{name}_*") if row.get("part") == "training"]
-            for name in STUDIES
+            name: [{"guidance": UNGUIDED, **row} for row in rows if row.get("part") == "training"]
+            for name, rows in recorded.items()
         }
-        scored = [row for row in self._read("finetuning_twins_*") if row.get("fd_pixel")]
-        for kind in finetuning.LRS:
-            self.rows[kind] = [{**row, "guidance": UNGUIDED} for row in scored if row["kind"] == kind]
         for name, rows in self.rows.items():
-            evaluations = [tuple(row[key] for key in EVALUATION) for row in rows]
+            evaluations = [tuple(row.get(key) or "" for key in EVALUATION) for row in rows]
             if duplicate := next((keys for keys in evaluations if evaluations.count(keys) > 1), None):
                 raise ValueError(f"{self.folders[0]}: records of {name} contain {', '.join(duplicate)} twice")
+        self.baselines: dict[str, dict[str, Mapping[str, str]]] = {}
+        for row in self._read("baselines_*"):
+            self.baselines.setdefault(row["setting"], {})[row["baseline"]] = row
         for file in self.files("twins_steps_*"):
             self.step_ms |= {(row["setting"], row["arm"]): float(row["ms"]) for row in read_results(file)}
 
@@ -79,8 +137,18 @@ class Records:
         return [file for folder in self.folders for file in sorted(folder.glob(f"{pattern}.csv"))]
 
     def _read(self, pattern: str) -> list[dict[str, str]]:
-        self.rehearsal |= any(read_environment(file)["tiny"] == "True" for file in self.files(pattern))
-        return [row for file in self.files(pattern) for row in read_results(file)]
+        rows = []
+        for file in self.files(pattern):
+            header = read_environment(file)
+            self.rehearsal |= header["tiny"] == "True"
+            rows += [{"commit": header.get("commit", ""), **row} for row in read_results(file)]
+        return rows
+
+    def arms(self, study: str) -> list[str]:
+        """Return the recorded arms, in the order of the study, with changed arms last."""
+        recorded = dict.fromkeys(row["arm"] for row in self.rows[study])
+        planned = STUDIES[study].arms if study in STUDIES else ()
+        return [*(arm for arm in planned if arm in recorded), *(a for a in recorded if a not in planned)]
 
     def of(self, study: str, arm: str) -> list[dict[str, str]]:
         """Return the rows of an arm, sorted by step."""
@@ -88,31 +156,51 @@ class Records:
             (row for row in self.rows[study] if row["arm"] == arm), key=lambda row: int(row["step"])
         )
 
-    def curve(self, study: str, arm: str, key: str) -> dict[int, list[Point]]:
-        """Return the unguided evaluations of each seed."""
-        points: dict[int, list[Point]] = {}
+    def curve(self, study: str, arm: str, key: str, guidance: str = UNGUIDED) -> dict[int, list[Point]]:
+        """Return the evaluations of each seed, as means over sets of noise."""
+        found: dict[int, dict[int, tuple[float, list[float]]]] = {}
         for row in self.of(study, arm):
-            if row["guidance"] == UNGUIDED and (score := score_of(row, key)) is not None:
-                point = (int(row["step"]), float(row["gflop"]), score)
-                points.setdefault(int(row["seed"]), []).append(point)
-        return dict(sorted(points.items()))
+            if row["guidance"] == guidance and (score := score_of(row, key)) is not None:
+                gflop = float(row.get("gflop") or 0)
+                steps = found.setdefault(int(row["seed"]), {})
+                steps.setdefault(int(row["step"]), (gflop, []))[1].append(score)
+        return {
+            seed: [(step, gflop, mean(scores)) for step, (gflop, scores) in sorted(steps.items())]
+            for seed, steps in sorted(found.items())
+        }
 
-    def final(self, study: str, arm: str, key: str, guidance: str = UNGUIDED) -> dict[int, float]:
-        """Return the last score of each seed under a guidance or BEST."""
-        guidance = self.chosen_guidance(study, arm, guidance)
-        last = {int(row["seed"]): row for row in self.of(study, arm) if row["guidance"] == guidance}
-        scores = {seed: score_of(row, key) for seed, row in sorted(last.items())}
-        return {seed: score for seed, score in scores.items() if score is not None}
+    def scores(self, study: str, arm: str, key: str, at: str = "end", guidance: str = UNGUIDED) -> Scores:
+        """Return the score of each seed at its last evaluation (`end`) or at its lowest held-out loss (`best`)."""
+        curve = self.curve(study, arm, key, self.chosen_guidance(study, arm, guidance))
+        if at == "end":
+            return {seed: points[-1][2] for seed, points in curve.items()}
+        losses = self.curve(study, arm, EXCESS if self.is_mixture(study) else LOSS)
+        lowest = {seed: min(points, key=lambda point: point[2])[0] for seed, points in losses.items()}
+        of_step = {seed: {step: score for step, _, score in points} for seed, points in curve.items()}
+        return {seed: scores[lowest[seed]] for seed, scores in of_step.items() if lowest.get(seed) in scores}
+
+    def is_mixture(self, study: str) -> bool:
+        """True if the optimal denoiser of the study's data is known."""
+        return any(score_of(row, EXCESS) is not None for row in self.rows[study])
+
+    def distance(self, study: str) -> str | None:
+        """Return the key of the study's distance, to held-out data if it is recorded; None without one."""
+        keys = {key for row in self.rows[study] for key in DISTANCES if row.get(key)}
+        return next((key for key in DISTANCES if key in keys), None)
+
+    def scales(self, study: str) -> list[str]:
+        """Return the scales of classifier-free guidance with which samples were scored."""
+        return [g for g in dict.fromkeys(row["guidance"] for row in self.rows[study]) if "=cfg" in g]
 
     def chosen_guidance(self, study: str, arm: str, guidance: str) -> str:
-        """Resolve BEST to the scale with the lowest mean distance, and to BEST without records."""
-        if guidance != BEST:
+        """Resolve `best` to the scale with the lowest mean distance, and to `best` without records."""
+        if guidance != "best":
             return guidance
-        distances: dict[str, list[float]] = {}
-        for row in self.of(study, arm):
-            if row["guidance"] in CFG:
-                distances.setdefault(row["guidance"], []).append(float(row[DISTANCES[study]]))
-        return min(distances, key=lambda guidance: mean(distances[guidance]), default=BEST)
+        key, scores = self.distance(study), {}
+        for scale in self.scales(study) if key else ():
+            if values := self.scores(study, arm, key, guidance=scale):
+                scores[scale] = mean(values.values())
+        return min(scores, key=scores.get, default="best")
 
     def commits(self, study: str, arms: Sequence[str]) -> tuple[str, ...]:
         """Return the short commits of the rows of some arms."""
@@ -122,10 +210,15 @@ class Records:
 
 def score_of(row: Mapping[str, str], key: str) -> float | None:
     """Return a score of a row; None if the row does not have it."""
-    if key == EXCESS:
+    if key == EXCESS and not row.get(EXCESS):  # of earlier records: the loss minus the optimal denoiser's
         loss, best = row.get(LOSS), row.get("val_loss_optimal")
         return float(loss) - float(best) if loss and best else None
     return float(row[key]) if row.get(key) else None
+
+
+def scale(key: str, score: float) -> float:
+    """Return a score on the scale on which it is compared: the logarithm of RATIOS."""
+    return math.log(score) if key in RATIOS else score
 
 
 def compare(
@@ -133,40 +226,56 @@ def compare(
     study: str,
     key: str,
     arms: Sequence[str],
-    at: str = "steps",
+    at: str = "end",
     guidance: Sequence[str] = (UNGUIDED, UNGUIDED),
-) -> dict[int, float]:
-    """Return the change of a score from the second arm to the first, for each seed that both have.
+) -> Effect | None:
+    """Return the change of a score from the second arm to the first; None without records.
 
-    The change is the logarithm of the ratio for RATIOS, otherwise the difference.
+    With four arms, return the difference between two such changes. At equal cost, arms are paired by seed.
 
     Args:
-        at: the quantity that is equal in both arms: steps, gflop or seconds. Curves are interpolated.
+        at: `end` or `best` (see `Records.scores`), or the quantity that is equal: gflop or seconds.
         guidance: of each arm.
     """
-    if at == "steps":
-        scores = [records.final(study, arm, key, g) for arm, g in zip(arms, guidance, strict=True)]
-    else:
-        scores = _at_equal(records, study, key, arms, at)
-    first, second = scores
-    change = (lambda a, b: math.log(a / b)) if key in RATIOS else (lambda a, b: a - b)
-    return {seed: change(first[seed], second[seed]) for seed in sorted(first.keys() & second.keys())}
+    signs = (1, -1, -1, 1)[: len(arms)]
+    if at in ("gflop", "seconds"):
+        pairs = [at_equal(records, study, key, arms[i : i + 2], at) for i in range(0, len(arms), 2)]
+        seeds = set.intersection(*({*scores} for pair in pairs for scores in pair))
+        by_seed = [
+            sum(
+                sign * (scale(key, pair[0][seed]) - scale(key, pair[1][seed]))
+                for sign, pair in zip((1, -1), pairs, strict=False)
+            )
+            for seed in sorted(seeds)
+        ]
+        return effect_of([by_seed], (1,)) if by_seed else None
+    guidances = [*guidance, *[UNGUIDED] * (len(arms) - len(guidance))]
+    groups = [values(records, study, key, arm, at, g) for arm, g in zip(arms, guidances, strict=True)]
+    if not all(groups):
+        return None
+    others = [values(records, study, key, arm, at) for arm in records.arms(study) if arm not in arms]
+    return effect_of(groups, signs, others if {*guidances} == {UNGUIDED} else ())
 
 
-def _at_equal(records: Records, study: str, key: str, arms: Sequence[str], at: str) -> list[dict[int, float]]:
-    """Return the scores of both arms at the final cost of the cheaper one."""
+def values(
+    records: Records, study: str, key: str, arm: str, at: str, guidance: str = UNGUIDED
+) -> list[float]:
+    """Return the scores of an arm's seeds on the scale on which they are compared."""
+    return [scale(key, score) for score in records.scores(study, arm, key, at, guidance).values()]
+
+
+def at_equal(records: Records, study: str, key: str, arms: Sequence[str], at: str) -> list[Scores]:
+    """Return the scores of two arms at the final cost of the cheaper one. Curves are interpolated."""
     curves = [records.curve(study, arm, key) for arm in arms]
-    costs: list[Callable[[Point], float]] = [lambda point: point[1]] * 2
-    if at == "seconds":
-        steps_ms = [records.step_ms.get((study, arm)) for arm in arms]
-        if None in steps_ms:
-            return [{}, {}]
-        costs = [lambda point, ms=ms: point[0] * ms / 1000 for ms in steps_ms]
-    if not all(curves):
+    steps_ms = [records.step_ms.get((study, arm)) for arm in arms]
+    if not all(curves) or (at == "seconds" and None in steps_ms):
         return [{}, {}]
     series = [
-        {seed: [(cost(point), point[2]) for point in points] for seed, points in curve.items()}
-        for curve, cost in zip(curves, costs, strict=True)
+        {
+            seed: [(g if at == "gflop" else s * ms / 1000, score) for s, g, score in points]
+            for seed, points in c.items()
+        }
+        for c, ms in zip(curves, steps_ms, strict=True)
     ]
     end = min(max(points[-1][0] for points in seeds.values()) for seeds in series)
     scores = [{seed: between(points, end, key) for seed, points in seeds.items()} for seeds in series]

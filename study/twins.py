@@ -1,24 +1,26 @@
 """The twin study: networks that differ in one thing, over seeds, each at its best learning rate.
 
-    python -m study.twins OUT                                all studies; run it again to resume
-    python -m study.twins OUT digits --arms dense routed     some arms of one study
-    python -m study.twins OUT digits --arms routed --change model.mlp_ratio=3
+    python -m study.twins OUT                                all studies of a CPU; run it again to resume
+    python -m study.twins OUT digits-200 --arms dense routed some arms of one study
+    python -m study.twins OUT digits-200 --arms routed --change model.mlp_ratio=3
                                                              a changed arm, in addition to the recorded ones
     python -m study.twins OUT --time                         the time of a step of each arm; run nothing else
 
-For each arm, short trainings at three learning rates, on a separate seed, choose the rate with the lowest
-held-out dense loss. Then train.py trains the seeds, and train.py and fid.py score samples. OUT gets the runs
-and a record of each study, written after every training. Arms in a record of another machine or torch version
-are not trained again. Everything runs on the CPU, one training per core. Seconds are steps times the time of
-a step, which `--time` measures alone.
+For each arm, short trainings on separate seeds search the learning rate with the lowest held-out dense loss:
+they double or halve the rate until the best one has a worse neighbour on both sides. Then train.py trains the
+seeds, and fid.py scores samples of chosen checkpoints. OUT gets the runs and a record of each study, written
+after every training. Arms in a record of another machine or torch version are not trained again. Studies run
+on the CPU, one training per core, unless their row says `gpu`. Seconds are steps times the time of a step,
+which `--time` measures alone.
 """
 
 import argparse
-import json
+import math
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -34,88 +36,98 @@ from benchmarks.runs import QUIET, compose
 from benchmarks.train_step import ours
 from models import cost_of
 from reports.runs import Run
+from runtime.files import read_json
 from runtime.provenance import environment
 from runtime.tables import aligned
 from training.run_folder import RunFolder
 
-# 4e-3 looks as good in a search of half the steps, but a seed did not recover from its start.
-LRS, SEARCH_SEED = (5e-4, 1e-3, 2e-3), 100
-CFG = ("guidance=cfg guidance_scale=1.25", "guidance=cfg guidance_scale=1.75")
-SPARSE = "guidance=sparse guidance_scale=1.5 guidance.strong_ratio=0.5 guidance.weak_ratio=0.9"
-GUIDED = {"routed": (*CFG, SPARSE)}  # guidances of the final scores; other arms: CFG
-UNGUIDED, NUM_SAMPLES, NUM_STEPS = "none", 500, 12
+UNGUIDED, NUM_SAMPLES, NUM_STEPS, NUM_NOISES = "none", 2000, 40, 3
+MAX_LR = 0.1
 TURNS = 15  # of a timed step
 LOSS = "val_loss_dense_ema"
-SCORES = (LOSS, "val_loss_optimal", "fd_pixel", "fd_classifier", "label_accuracy", "precision", "recall")
-TINY_STEPS = 4
+SCORES = (LOSS, "val_loss_optimal", "excess", "sharpening", "fd_pixel", "fd_pixel_held_out", "memorised")
+SCORES += ("fd_classifier", "fd_classifier_held_out", "label_accuracy", "precision", "recall")
+TIME_IS_UP = "time is up: run the same command again to resume"
+STOPPED = 3  # exit status if a limit stopped a training
 ROUTED = ("model=tread",)
-
-
-def route(changed: str) -> tuple[str, ...]:
-    """Return the overrides of the published route with one changed key."""
-    return (*ROUTED, f"model.routes.0.{changed}")
-
-
 TWINS = {"dense": ("model=dit",), "routed": ROUTED}
-ARMS = TWINS | {
-    "no removal": (*ROUTED, "model.removal=false"),
-    "ratio 0.25": route("selection_ratio=0.25"),
-    "ratio 0.75": route("selection_ratio=0.75"),
-    "late end": route("end_layer_idx=-2"),
-    "early start": route("start_layer_idx=0"),
-    "sprint": ("model=sprint",),
-    "importance": (*ROUTED, "model/router=norm"),
-    "dense end": (*ROUTED, "routing.off_last_steps=200"),
-    "routed, equal FLOPs": ROUTED,
+NO_REMOVAL = {"no removal": (*ROUTED, "model.window=context")}
+# All tokens enter the window, as two sequences that cannot see each other.
+MECHANISM = {
+    "separate": (*ROUTED, "model.window=separate"),
+    "self logit": (*ROUTED, "model/block=self_logit"),
 }
-LONGER = ("routed, equal FLOPs",)  # trained for the FLOPs of the dense arm
+# Half of the tokens enter no block and have no loss.
+TOKEN_DROP = {"token drop": (*ROUTED, "train.kept_tokens_only=true")}
+TOKEN_DROP["token drop"] += ("model.routes.0.start_layer_idx=0", "model.routes.0.end_layer_idx=-1")
 
 
 @dataclass(frozen=True)
 class Study:
-    """A task, its arms and its number of steps.
+    """A task, its arms and its trainings.
 
     Args:
         task: overrides of all arms.
-        samples: True to draw and score samples.
+        lr: a learning rate from which the search starts.
+        search_seeds: of the search; (): train at `lr`, without a search.
+        evaluations: number of evaluations of the held-out loss, each with a checkpoint.
+        scales: of classifier-free guidance, at the end; (): do not draw samples.
+        noises: sets of noise with which samples of the best, the last and the equally expensive checkpoint
+            are drawn.
     """
 
     data: str
     task: tuple[str, ...]
     arms: Mapping[str, tuple[str, ...]]
     steps: int
-    samples: bool = False
+    lr: float
+    search_steps: int = 0
+    search_seeds: tuple[int, ...] = (100,)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    evaluations: int = 20
+    scales: tuple[float, ...] = ()
+    noises: int = NUM_NOISES
+    gpu: bool = False
 
 
-def series(key: str, values: Iterable[Any]) -> dict[str, tuple[str, ...]]:
-    """Return dense and routed arms at several values of a key."""
-    return {f"{arm}, {key}={v}": (*keys, f"model.{key}={v}") for v in values for arm, keys in TWINS.items()}
-
-
-def sampled(tiny: bool) -> tuple[str, str]:
-    """Return the overrides for the number of scored samples and their steps."""
-    num_samples, num_steps = (20, 2) if tiny else (NUM_SAMPLES, NUM_STEPS)
-    return f"evaluation.num_samples={num_samples}", f"sampler.num_steps={num_steps}"
-
-
+STABLE = ("train.grad_clip=1", "optimizer.warmup_steps=200", "optimizer.betas=[0.9,0.99]")
+DEEP = ("model/size=tiny", "model.depth=12", "ema.decay=0.999", *STABLE)
+FINITE = (*DEEP, "model.patch_size=2")
+E1 = TWINS | NO_REMOVAL | TOKEN_DROP
+E3 = TWINS | NO_REMOVAL | MECHANISM
 STUDIES = {
-    "digits": Study("digits", (), ARMS, 1000, samples=True),
-    "mixture": Study("mixture", (), ARMS, 2000),
-    "glyphs": Study(
-        "glyphs",
-        (
-            *("data.num_images=32768", "model/size=tiny", "model.patch_size=2", "train.batch_size=32"),
-            *("train.num_workers=0", "train.log_every=50", "optimizer.betas=[0.9,0.99]", "ema.decay=0.999"),
-        ),
-        ARMS,
-        1000,
-        samples=True,
+    "digits-200": Study(
+        *("digits", (*FINITE, "data.num_images=200", "model.hidden_size=64"), E1, 6000, 0.004),
+        *(3000, (100, 101, 102), (0, 1, 2, 3, 4), 24, (1.5, 2.0)),
     ),
-    "depth": Study("mixture", (), series("depth", (6, 12, 16)), 2000),
-    "width": Study("mixture", (), series("hidden_size", (64, 192)), 2000),
-    "tokens": Study("mixture", ("data.input_size=16",), series("patch_size", (4, 2, 1)), 2000),
+    "digits-1500": Study(
+        *("digits", (*FINITE, "data.num_images=1500"), E1, 20_000, 0.004),
+        *(5000, (100, 101, 102), (0, 1, 2, 3, 4), 20, (1.5, 2.0)),
+    ),
+    "mixture-64": Study("mixture", DEEP, E3, 20_000, 0.004, 5000),
+    "mixture-256": Study("mixture", (*DEEP, "data.input_size=16"), E3, 20_000, 0.004, 5000),
+    "glyphs-50k": Study(
+        *(
+            "glyphs",
+            ("model/size=s_4", "ema.decay=0.999", "train.batch_size=64", "train.num_workers=0", *STABLE),
+        ),
+        *(TWINS | NO_REMOVAL, 50_000, 0.002, 5000),
+        scales=(1.5, 2.0, 3.0),
+    ),
+    "glyphs-s2": Study(
+        *(
+            "glyphs",
+            ("ema.decay=0.999", "train.grad_clip=1", "optimizer.warmup_steps=500"),
+            TWINS,
+            8000,
+            5e-4,
+        ),
+        *(0, (), (0, 1), 4, (1.5, 2.0, 3.0), 1, True),
+    ),
 }
 TINY = ("model.hidden_size=32", "train.batch_size=4", "train.log_every=1", "train.compile=false")
+TINY += ("optimizer.warmup_steps=0", "model.num_heads=2")
+TINY_STEPS = 4
 COLUMNS = {
     "arm": "{}",
     "seed": "{}",
@@ -123,6 +135,7 @@ COLUMNS = {
     "step": "{}",
     "gflop": "{:.0f}",
     "guidance": "{}",
+    "noise": "{}",
     "train_loss": "{:.4f}",
     **dict.fromkeys(SCORES, "{:.4f}"),
     "failed": "{}",
@@ -132,17 +145,24 @@ COLUMNS = {
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = study_parser("study.twins", __doc__)
-    parser.add_argument("studies", nargs="*", metavar="study", help=f"{', '.join(STUDIES)} (default: all)")
+    on_cpu = [name for name, study in STUDIES.items() if not study.gpu]
+    parser.add_argument(
+        "studies", nargs="*", metavar="study", help=f"of {', '.join(STUDIES)} (default: all on a CPU)"
+    )
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="arms of these studies (default: all)")
     parser.add_argument("--change", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all arms")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: the study's")
+    parser.add_argument("--steps", type=int, help="train for more steps than the study's, at its rates")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which trainings stop")
     parser.add_argument("--time", action="store_true", help="time the steps of the arms instead of training")
     request = parser.parse_intermixed_args(arguments)
-    request.studies = request.studies or list(STUDIES)
+    request.studies = request.studies or on_cpu
     arms = {arm for name in request.studies if name in STUDIES for arm in STUDIES[name].arms}
     for names, choices in ((request.studies, STUDIES), (request.arms or (), arms)):
         if unknown := [name for name in names if name not in choices]:
             parser.error(f"{', '.join(unknown)}: must be one of {', '.join(choices)}")
+    if any(STUDIES[name].gpu for name in request.studies) and not (request.tiny or torch.cuda.is_available()):
+        parser.error(f"{', '.join(request.studies)}: needs a GPU, or --tiny")
     return request
 
 
@@ -150,103 +170,159 @@ def main() -> None:
     """Train and score everything that is not in the records, and print the records."""
     request = parse()
     request.out.mkdir(parents=True, exist_ok=True)
-    header = environment(torch.device("cpu")) | {"tiny": request.tiny}
-    complete = True
+    failures: list[str] = []
     for name in request.studies:
-        study, arms = STUDIES[name], arms_of(STUDIES[name], request.arms, request.change)
+        study = STUDIES[name]
+        device = torch.device("cuda" if study.gpu and torch.cuda.is_available() else "cpu")
+        header = environment(device) | {"tiny": request.tiny}
         if request.time:
             record = Record("twins_steps", request.out, header)
-            record.add(name, time_steps(study, arms, request.tiny))
+            record.add(name, time_steps(study, arms_of(study, request), request.tiny))
         else:
             record = Record(f"twins_{name}", request.out, header)
-            complete &= Work(name, study, arms, request, record).run()
+            failures += Work(name, study, request, record).run()
         print(f"\n{name}\n{aligned(markdown(record.rows, COLUMNS | {'ms': '{:.1f}'}))}", flush=True)
-    sys.exit(not complete)
+    sys.exit(STOPPED if {*failures} == {TIME_IS_UP} else bool(failures))
 
 
-def arms_of(study: Study, chosen: Sequence[str] | None, change: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def arms_of(study: Study, request: argparse.Namespace) -> dict[str, tuple[str, ...]]:
     """Return the overrides of the chosen arms by name. The name of a changed arm contains the change."""
-    arms = {name: keys for name, keys in study.arms.items() if chosen is None or name in chosen}
-    return {", ".join([name, *change]): (*keys, *change) for name, keys in arms.items()}
+    arms = {name: keys for name, keys in study.arms.items() if request.arms is None or name in request.arms}
+    return {", ".join([name, *request.change]): (*keys, *request.change) for name, keys in arms.items()}
 
 
 class Work:
-    """The trainings of a study: first the search, then all arms of one seed after the other."""
+    """The trainings of a study: first the searches, then all arms of one seed after the other."""
 
-    def __init__(
-        self,
-        name: str,
-        study: Study,
-        arms: Mapping[str, Sequence[str]],
-        request: argparse.Namespace,
-        record: Record,
-    ):
-        self.name, self.study, self.arms, self.request, self.record = name, study, arms, request, record
-        self.steps = TINY_STEPS if request.tiny else study.steps
+    def __init__(self, name: str, study: Study, request: argparse.Namespace, record: Record):
+        self.name, self.study, self.request, self.record = name, study, request, record
+        self.arms, self.deadline = arms_of(study, request), time.monotonic() + request.limit
+        self.steps = TINY_STEPS if request.tiny else request.steps or study.steps
+        self.every = max(1, self.steps // (2 if request.tiny else study.evaluations))
+        task = (f"data={study.data}", *study.task)
         # Computed here, because two threads cannot compose a configuration at once.
-        self.factors = {arm: self._factor(arm) for arm in arms}
+        gflops = {arm: gflop_a_step((*task, *keys)) for arm, keys in {**TWINS, **self.arms}.items()}
+        cheapest = (
+            self.steps * gflops["routed"]
+        )  # the step at which an arm has cost as much as the routed one
+        self.equal = {arm: self._evaluated(min(self.steps, cheapest / gflops[arm])) for arm in self.arms}
 
-    def run(self) -> bool:
-        """Run the trainings that are not recorded yet. True if nothing failed."""
-        self._run("searches", [(arm, SEARCH_SEED, lr) for arm in self.arms for lr in LRS])
-        rates = {arm: chosen_lr([*self._other_rows(), *self.record.rows], arm) for arm in self.arms}
-        seeds = [(arm, seed, rates[arm]) for seed in self.request.seeds for arm in self.arms]
-        self._run("trainings", [unit for unit in seeds if unit[2]])
-        return all(rates.values()) and self.record.started() <= self._done()
+    def run(self) -> list[str]:
+        """Run the trainings that are not recorded yet. Return the failures."""
+        rates = dict.fromkeys(self.arms, self.study.lr)
+        if self.study.search_seeds:
+            while searches := [(a, seed, lr) for a in self.arms for seed, lr in self._next_searches(a)]:
+                self._run("searches", searches)
+                if self._failures():
+                    return self._failures()
+            rates = {arm: chosen_lr(self._rows(), arm) for arm in self.arms}
+        seeds = self.request.seeds or (self.study.seeds[:1] if self.request.tiny else self.study.seeds)
+        self._run("trainings", [(arm, seed, rates[arm]) for seed in seeds for arm in self.arms])
+        return self._failures()
 
-    def _done(self) -> set[str]:
-        return self.record.done() | {row["setting"] for row in self._other_rows()}
+    def _evaluated(self, step: float) -> int:
+        return max(1, round(step / self.every)) * self.every
 
-    def _other_rows(self) -> Rows:  # of other machines
+    def _rows(self) -> Rows:
+        """Return the rows of this record and of other machines'."""
         files = {*self.request.out.glob(f"twins_{self.name}_*.csv")} - {self.record.file}
         same = [file for file in sorted(files) if read_environment(file)["tiny"] == str(self.request.tiny)]
-        return [row for file in same for row in read_results(file) if not row.get("failed")]
+        others = [row for file in same for row in read_results(file) if not row.get("failed")]
+        return [*others, *self.record.rows]
+
+    def _failures(self) -> list[str]:
+        return [row["failed"] for row in self.record.rows if row.get("failed")]
+
+    def _next_searches(self, arm: str) -> list[tuple[int, float]]:
+        """Return the seeds and rates that the search of an arm needs next; []: its optimum is found."""
+        seeds = self.study.search_seeds[:1] if self.request.tiny else self.study.search_seeds
+        rates, losses = [self.study.lr], search_losses(self._rows(), arm)
+        if losses:
+            best = min(losses, key=losses.get)
+            rates = [rate for rate in (best / 2, best, best * 2) if rate <= MAX_LR and not self.request.tiny]
+        searched = {(int(r["seed"]), float(r["lr"])) for r in searches_of(self._rows(), arm)}
+        return [(seed, lr) for lr in rates for seed in seeds if (seed, float(f"{lr:g}")) not in searched]
 
     def _run(self, kind: str, units: Sequence[tuple[str, int, float]]) -> None:
-        calls, done = {self.setting(*unit): partial(self._train, *unit) for unit in units}, self._done()
+        done = {row["setting"] for row in self._rows() if not row.get("failed")}
+        calls = {self.setting(*unit): partial(self._train, *unit) for unit in units}
         calls = {setting: call for setting, call in calls.items() if setting not in done}
         recorded = f"{len(units) - len(calls)} already recorded"
         print(f"{self.name}: {len(calls)} {kind}, {recorded}; logs: {self.request.out}", flush=True)
         record_all(calls, self.record, self.request.jobs)
 
-    def _factor(self, arm: str) -> float:
-        if not arm.startswith(LONGER):  # includes changed arms
-            return 1.0
-        task = (f"data={self.study.data}", *self.study.task)
-        return gflop_a_step((*task, *TWINS["dense"])) / gflop_a_step((*task, *self.arms[arm]))
-
     def setting(self, arm: str, seed: int, lr: float) -> str:
         """Return the name of a training."""
-        return f"{self.name}: {arm}, lr {lr:g}, seed {seed}"
+        steps = f", {self.steps} steps" if self.request.steps else ""
+        return f"{self.name}: {arm}, lr {lr:g}, seed {seed}{steps}"
 
     def _train(self, arm: str, seed: int, lr: float) -> Rows:
-        """Train once. Return a row for each evaluation, and for each guidance of the final scores."""
-        out, search = self.request.out.resolve(), seed == SEARCH_SEED
-        run = out / file_name(self.setting(arm, seed, lr))
-        keys = [f"data={self.study.data}", *self.study.task, *self.arms[arm], f"optimizer.lr={lr}"]
+        """Train once. Return a row for each evaluation, and for each set of scored samples."""
+        study, search = self.study, seed in self.study.search_seeds
+        out = self.request.out.resolve()
+        run = out / file_name(f"{self.name}: {arm}, lr {lr:g}, seed {seed}")
+        steps = TINY_STEPS if self.request.tiny else study.search_steps if search else self.steps
+        every = steps if search else self.every
+        keys = [f"data={study.data}", *study.task, *self.arms[arm], f"optimizer.lr={lr:g}"]
         keys += TINY if self.request.tiny else ()
-        keys += [f"data.path={out / self.study.data}"] if self.study.samples else []  # a mixture has no file
-        scored = self.study.samples and not search
-        keys += [f"evaluation={self.study.data}", *sampled(self.request.tiny)] if scored else []
-        steps = round(self.factors[arm] * (self.steps // 2 if search else self.steps))
-        every = steps // (1 if search else 2 if scored else 4)
+        keys += [f"data.path={out / self.name}"] if study.data != "mixture" else []  # a mixture has no file
         keys += [f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null"]
-        keys += [f"train.eval_every={every}", f"train.save_every={every}"]
-        start_program("train.py", Path(f"{run}.log"), *keys)
+        keys += [
+            f"train.eval_every={every}",
+            f"train.save_every={every}",
+            f"train.keep_last={steps // every}",
+        ]
+        if self.deadline < math.inf:
+            keys.append(f"train.max_time_sec={max(1, round(self.deadline - time.monotonic()))}")
+        start_program("train.py", Path(f"{run}.log"), *keys, on_cpu=not study.gpu)
         shared = {"arm": arm, "seed": seed, "lr": f"{lr:g}", "part": "search" if search else "training"}
         rows = [{**shared, **row} for row in evaluations_of(run)]
-        if scored:
-            last = {**shared, **{key: rows[-1][key] for key in ("step", "gflop")}}
-            rows += [{**last, **self._guided(run, guidance)} for guidance in GUIDED.get(arm, CFG)]
+        if not rows or rows[-1]["step"] < steps:
+            raise OSError(TIME_IS_UP)
+        if study.scales and not search:
+            costs = {row["step"]: row["gflop"] for row in rows}
+            best = min(rows, key=lambda row: row[LOSS])["step"]
+            rows += [
+                {**shared, "gflop": costs[row["step"]], **row} for row in self._score(run, arm, seed, best)
+            ]
         return rows
 
-    def _guided(self, run: Path, guidance: str) -> dict[str, Any]:
-        out, data = run / "scores" / f"{file_name(guidance)}.json", self.study.data
-        if not out.exists():
-            sampling = (*guidance.split(), *(key.partition(".")[2] for key in sampled(self.request.tiny)))
-            scoring = (f"suite={data}", f"reference={run.parent / data}", f"out={out}")
-            start_program("fid.py", Path(f"{run}.log"), f"run={run}", *scoring, *sampling)
-        return {"guidance": guidance, **json.loads(out.read_text())["values"]}
+    def _score(self, run: Path, arm: str, seed: int, best: int) -> Rows:
+        """Draw and score samples: three sets of noise at the best, the last and the equally expensive step,
+        one at quarters of the training and with guidance. Each training has noise of its own.
+        """
+        noises, samples = (1, 20) if self.request.tiny else (self.study.noises, NUM_SAMPLES)
+        first = seed * NUM_NOISES * samples
+        chosen = [best, self.steps, self.equal[arm]]
+        quarters = [self._evaluated(share * self.steps) for share in (0.25, 0.5, 0.75)]
+        seeds = ",".join(str(first + noise * samples) for noise in range(noises))
+        one = [f"first_seed={first}"]
+        scales = ",".join(map(str, self.study.scales))
+        sweeps = [[f"checkpoint={listed(chosen)}", f"first_seed={seeds}"]]
+        sweeps += [[f"checkpoint={listed(rest)}", *one]] if (rest := {*quarters} - {*chosen}) else []
+        sweeps += [[f"checkpoint={self.steps}", "guidance=cfg", f"guidance_scale={scales}", *one]]
+        shared = [f"run={run}", f"suite={self.study.data}", f"reference={run.parent / self.name}"]
+        shared += [f"num_samples={samples}", f"num_steps={2 if self.request.tiny else NUM_STEPS}"]
+        for sweep in sweeps:
+            log = Path(f"{run}.log")
+            start_program("fid.py", log, "-m", *shared, "compile=false", *sweep, on_cpu=not self.study.gpu)
+        return [scores_of(file, samples) for file in sorted(run.glob("scores/*.json"))]
+
+
+def listed(steps: Sequence[int] | set[int]) -> str:
+    """Return different steps as a list of a sweep."""
+    return ",".join(str(step) for step in sorted({*steps}))
+
+
+def scores_of(file: Path, num_samples: int) -> dict[str, Any]:
+    """Return step, guidance, set of noise and scores of a record of fid.py."""
+    record = read_json(file)
+    drawn = record["samples"]["drawn"]
+    scale = drawn["guidance"].get("guidance_scale")
+    guidance = UNGUIDED if scale is None else f"guidance=cfg guidance_scale={scale:g}"
+    step = int(Path(drawn["checkpoint"]).stem.removeprefix("step_"))
+    noise = drawn["first_seed"] // num_samples % NUM_NOISES
+    return {"step": step, "guidance": guidance, "noise": noise, **record["values"]}
 
 
 def file_name(text: str) -> str:
@@ -255,7 +331,7 @@ def file_name(text: str) -> str:
 
 
 def evaluations_of(run: Path) -> Rows:
-    """Return step, cost, scores and the mean training loss since the previous one, for each evaluation."""
+    """Return step, cost, losses and the mean training loss since the previous one, for each evaluation."""
     rows, losses, record = [], [], Run(RunFolder(run))
     for line in record.lines:
         if line.get("loss") is not None:
@@ -268,14 +344,23 @@ def evaluations_of(run: Path) -> Rows:
     return rows
 
 
-def chosen_lr(rows: Sequence[Mapping[str, Any]], arm: str) -> float | None:
-    """Return the learning rate whose search ended with the lowest held-out loss; None if a search failed."""
-    losses = {
-        float(row["lr"]): float(row[LOSS])
-        for row in rows
-        if (row.get("arm"), row.get("part")) == (arm, "search") and row[LOSS] and float(row["lr"]) in LRS
-    }
-    return min(losses, key=losses.get) if len(losses) == len(LRS) else None
+def searches_of(rows: Sequence[Mapping[str, Any]], arm: str) -> Rows:
+    """Return the rows of an arm's search."""
+    return [row for row in rows if (row.get("arm"), row.get("part")) == (arm, "search") and row.get(LOSS)]
+
+
+def search_losses(rows: Sequence[Mapping[str, Any]], arm: str) -> dict[float, float]:
+    """Return the mean held-out loss of each learning rate in an arm's search; inf if it diverged."""
+    losses: dict[float, list[float]] = {}
+    for row in searches_of(rows, arm):
+        losses.setdefault(float(row["lr"]), []).append(float(row[LOSS]))
+    return {lr: value if math.isfinite(value := mean(v)) else math.inf for lr, v in sorted(losses.items())}
+
+
+def chosen_lr(rows: Sequence[Mapping[str, Any]], arm: str) -> float:
+    """Return the learning rate with the lowest mean loss of an arm's search."""
+    losses = search_losses(rows, arm)
+    return min(losses, key=losses.get)
 
 
 def gflop_a_step(overrides: Sequence[str]) -> float:
@@ -289,7 +374,7 @@ def time_steps(study: Study, arms: Mapping[str, Sequence[str]], tiny: bool) -> R
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         folder = Path(temporary)
         task = [f"data={study.data}", *study.task]
-        task += [f"data.path={folder / 'latents'}"] if study.samples else []
+        task += [f"data.path={folder / 'latents'}"] if study.data != "mixture" else []
         workers = {}
         for name, keys in arms.items():
             overrides = (*task, *keys, *(TINY if tiny else ()), *QUIET)

@@ -1,0 +1,175 @@
+"""Scores of baselines without a network, on the data of the twin study.
+
+    python -m study.baselines OUT [TASK ...]      all tasks; run it again to resume
+
+| baseline | what it predicts or draws |
+|---|---|
+| class means | the mean of the class |
+| class Gaussians | a Gaussian per class; as a denoiser, a linear filter per class |
+| real training, real held-out | images of the data set, for comparison |
+
+Covariances are shrunk by Ledoit and Wolf's method, because some classes have 20 images.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.processes import record_all, study_parser
+from benchmarks.results import Record, Rows
+from benchmarks.runs import compose
+from builders.experiment import Experiment
+from builders.references import reference_of
+from builders.scoring import build_suite
+from data import LatentDataset, MixtureDataset, encoder_for, held_out_batches
+from diffusion import OptimalPrecond
+from evaluation import DenseLoss
+from evaluation.features import ArrayImages
+from runtime.launch import ALONE
+from runtime.provenance import environment
+from study.twins import LOSS, NUM_SAMPLES, STUDIES
+
+TASKS = {"digits": ("data=digits",), "mixture": ("data=mixture",)}
+TASKS |= {"glyphs": ("data=glyphs", "data.num_images=32768")}
+TASKS |= {
+    name: (f"data={study.data}", *(key for key in study.task if key.startswith("data.")))
+    for name, study in STUDIES.items()
+    if not study.gpu
+}
+BATCH_SIZE = 64
+
+
+class GaussianDenoiser:
+    """The posterior mean of data with a Gaussian per class: a linear filter.
+
+    Args:
+        samples: (N, C, H, W).
+        has_spread: False: predict the mean of the class.
+    """
+
+    def __init__(self, samples: np.ndarray, labels: np.ndarray, has_spread: bool):
+        self.parts = {}
+        for label, (mean, covariance) in gaussians(samples, labels).items():
+            variances, basis = np.linalg.eigh(covariance * has_spread)
+            self.parts[label] = [torch.from_numpy(a) for a in (mean, variances, basis)]
+
+    def __call__(
+        self, x_t: torch.Tensor, alpha: torch.Tensor, sigma: torch.Tensor, class_labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Return E[x | x_t, class] (N, C, H, W) fp64 for x_t = alpha x + sigma eps; alpha, sigma (N, 1, 1, 1)."""
+        x, out = x_t.double().flatten(1), torch.empty(x_t.shape, dtype=torch.float64).flatten(1)
+        alpha, sigma = (value.double().reshape(-1, 1).expand(len(x), 1) for value in (alpha, sigma))
+        for label in class_labels.unique().tolist():
+            ids, (mean, variances, basis) = class_labels == label, self.parts[label]
+            # E[x | x_t] = mu + V alpha lambda / (alpha^2 lambda + sigma^2) V^T (x_t - alpha mu)
+            gain = alpha[ids] * variances / (alpha[ids] ** 2 * variances + sigma[ids] ** 2)
+            out[ids] = mean + (gain * ((x[ids] - alpha[ids] * mean) @ basis)) @ basis.T
+        return out.view(x_t.shape)
+
+
+def gaussians(samples: np.ndarray, labels: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Return mean and shrunk covariance of each class, for samples (N, ...)."""
+    from sklearn.covariance import ledoit_wolf
+
+    flat = samples.reshape(len(samples), -1).astype(np.float64)
+    classes = {int(label): flat[labels == label] for label in np.unique(labels)}
+    return {label: (part.mean(axis=0), ledoit_wolf(part)[0]) for label, part in classes.items()}
+
+
+def draw(images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Draw images uint8 from a Gaussian per class, fitted on real ones (N, H, W, C), and their labels."""
+    rng = np.random.default_rng(0)
+    drawn = rng.choice(labels, NUM_SAMPLES)
+    pixels = np.empty((NUM_SAMPLES, images[0].size))
+    for label, (mean, covariance) in gaussians(images, labels).items():
+        ids = drawn == label
+        pixels[ids] = rng.multivariate_normal(mean, covariance, ids.sum(), method="eigh")
+    return pixels.clip(0, 255).round().astype(np.uint8).reshape(-1, *images.shape[1:]), drawn
+
+
+def losses(experiment: Experiment, dataset: LatentDataset) -> dict[str, dict[str, float]]:
+    """Return the held-out loss of each baseline, by the evaluation of a training."""
+    latents, labels = dataset.read(dataset.train_ids)
+    latents = dataset.manifest.to_latents(latents, torch.Generator().manual_seed(0)).numpy()
+    batches = partial(held_out_batches, dataset, BATCH_SIZE, torch.device("cpu"), rank=0, world_size=1)
+    sigma_data, loss = dataset.manifest.std or 0.5, experiment.loss(experiment.meta_net)
+    filters = {
+        name: GaussianDenoiser(latents, labels.numpy(), name == "class Gaussians")
+        for name in ("class means", "class Gaussians")
+    }
+    best = {"val_loss_optimal": dataset.posterior_mean} if isinstance(dataset, MixtureDataset) else {}
+    preconds = {key: OptimalPrecond(denoiser, sigma_data) for key, denoiser in (filters | best).items()}
+    values = DenseLoss(preconds, loss, batches, ALONE.sum, torch.device("cpu"))(0)
+    optimal = {key: value for key, value in values.items() if key in best}
+    return {name: {LOSS: values[name], **optimal} for name in filters}
+
+
+def scores(experiment: Experiment, dataset: LatentDataset) -> dict[str, dict[str, float]]:
+    """Return the scores of images of each baseline, by the suite of the data."""
+    reference = reference_of(dataset, encoder_for(dataset.manifest, torch.device("cpu")), "data")
+    suite = build_suite(experiment.evaluation, reference, ALONE)
+    images, labels = reference.images.array, reference.labels
+    turns = np.random.default_rng(1).choice(labels, NUM_SAMPLES)
+    means = {
+        label: images[labels == label].mean(axis=0).round().astype(np.uint8) for label in np.unique(labels)
+    }
+    ids = np.random.default_rng(2).permutation(len(images))[:NUM_SAMPLES]
+    drawn: Mapping[str, Any] = {
+        "class means": (np.stack([means[label] for label in turns]), turns),
+        "class Gaussians": draw(images, labels),
+        "real training": (images[ids], labels[ids]),
+        "real held-out": reference.held_out,
+    }
+    return {
+        name: suite.score(ArrayImages(pixels), classes).values for name, (pixels, classes) in drawn.items()
+    }
+
+
+def measure(name: str, out: Path) -> Rows:
+    """Return a row for each baseline of a task."""
+    keys = TASKS[name]
+    has_file = "data=mixture" not in keys
+    keys += (
+        (f"data.path={out.resolve() / name}", f"evaluation={keys[0].removeprefix('data=')}")
+        if has_file
+        else ()
+    )
+    experiment = compose(("model=dit", *keys))
+    dataset = experiment.data()
+    rows = losses(experiment, dataset)
+    for baseline, values in scores(experiment, dataset).items() if has_file else ():
+        rows[baseline] = {**rows.get(baseline, {}), **values}
+    return [{"baseline": baseline, **values} for baseline, values in rows.items()]
+
+
+def parse() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = study_parser("study.baselines", __doc__)
+    parser.add_argument("tasks", nargs="*", metavar="task", help=f"{', '.join(TASKS)} (default: all)")
+    request = parser.parse_intermixed_args()
+    request.tasks = request.tasks or list(TASKS)
+    if unknown := [name for name in request.tasks if name not in TASKS]:
+        parser.error(f"{', '.join(unknown)}: must be one of {', '.join(TASKS)}")
+    return request
+
+
+def main() -> None:
+    """Measure the baselines of tasks that are not recorded yet."""
+    request = parse()
+    request.out.mkdir(parents=True, exist_ok=True)
+    record = Record("baselines", request.out, environment(torch.device("cpu")) | {"tiny": request.tiny})
+    calls: dict[str, Callable[[], Rows]] = {
+        name: partial(measure, name, request.out) for name in request.tasks
+    }
+    record_all(calls, record, 1)
+    sys.exit(not record.started() <= record.done())
+
+
+if __name__ == "__main__":
+    main()
