@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from data.encoders import IdentityEncoder
-from data.latents import LatentDataset, open_latents
-from data.manifest import LatentManifest
+from data.latents import LatentDataset, open_latents, split
+from data.manifest import FILES, LatentManifest
 from data.writer import LatentWriter
 from runtime.lock import Lock
+
+NUM_DIGITS, NUM_HELD_OUT_DIGITS = 1797, 297
 
 
 def write_once(path: str, write: Callable[[], None]) -> None:
@@ -24,6 +26,17 @@ def write_once(path: str, write: Callable[[], None]) -> None:
         with Lock(folder.with_name(f".{folder.name}.first"), f"data.path={path}", wait_sec=math.inf):
             if not folder.exists():
                 write()
+
+
+def check_origin(dataset: LatentDataset, path: str, origin: dict[str, Any]) -> LatentDataset:
+    """Return the data set; raise a ValueError if its folder was written with other settings."""
+    for key, expected in origin.items():
+        stored = (dataset.manifest.origin or {}).get(key)
+        if stored != expected:
+            given, rule = ("null" if value is None else value for value in (expected, stored))
+            rule = f"{rule}, as in {path}/{FILES['manifest']}: or set another data.path"
+            raise ValueError(f"data.{key}={given} must be {rule}")
+    return dataset
 
 
 def write_pixels(
@@ -67,23 +80,46 @@ def write_pixels(
 
 
 def digits(
-    path: str, input_size: int, in_channels: int, num_classes: int, foreground_masks: bool = False
+    path: str,
+    input_size: int,
+    in_channels: int,
+    num_classes: int,
+    foreground_masks: bool = False,
+    num_images: int | None = None,
 ) -> LatentDataset:
     """Open scikit-learn's 1,797 handwritten digits, 8x8 grey, written once as a latent folder at `path`.
 
     Args:
         foreground_masks: give each digit a mask of its pixels that are not black.
+        num_images: number of training images; the held-out ones are the same for every number. None: all.
     """
-    write_once(path, lambda: _write_digits(path, foreground_masks))
-    return open_latents(path, input_size, in_channels, num_classes)
+    most = NUM_DIGITS - NUM_HELD_OUT_DIGITS
+    if num_images is not None and not 0 < num_images <= most:
+        raise ValueError(f"data.num_images={num_images} must be in [1, {most}], or null for all")
+    write_once(path, lambda: _write_digits(path, foreground_masks, num_images))
+    dataset = open_latents(path, input_size, in_channels, num_classes)
+    return check_origin(dataset, path, {"num_images": num_images})
 
 
-def _write_digits(path: str, foreground_masks: bool) -> None:
+def _write_digits(path: str, foreground_masks: bool, num_images: int | None) -> None:
     from sklearn.datasets import load_digits
 
     source = load_digits()
     # Grey levels 0..16 -> 0..255.
-    images = np.rint(source.images * (255 / 16)).astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
+    typical = np.rint(source.images * (255 / 16)).astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
+    ids = _first_digits(num_images)
+    images, labels, classes = typical[ids], source.target[ids], tuple(map(str, source.target_names))
     masks, kind = (images[:, 0], "segmentation") if foreground_masks else (None, None)
-    batches, classes = [(images, source.target, masks)], tuple(map(str, source.target_names))
-    write_pixels(path, batches, images, len(images), 297, classes, kind)
+    origin = None if num_images is None else {"num_images": num_images}
+    batches, num_held_out = [(images, labels, masks)], NUM_HELD_OUT_DIGITS
+    write_pixels(path, batches, typical, len(images), num_held_out, classes, kind, origin)
+
+
+def _first_digits(num_images: int | None) -> np.ndarray:
+    """Return the digits to write, in an order that holds out the same ones, in the same order."""
+    held_out, trained = split(NUM_DIGITS, NUM_HELD_OUT_DIGITS)
+    trained = trained[:num_images]
+    ids = np.empty(len(held_out) + len(trained), dtype=int)
+    for chosen, places in zip((held_out, trained), split(len(ids), len(held_out)), strict=True):
+        ids[np.sort(places)] = np.sort(chosen)
+    return ids

@@ -14,9 +14,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
-from data.embedded import write_once, write_pixels
+from data.embedded import check_origin, write_once, write_pixels
 from data.latents import LatentDataset, open_latents
-from data.manifest import FILES
 
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase
 # All fonts with these characters, except cmmi10: its old-style figures look like small letters.
@@ -50,13 +49,7 @@ def glyphs(
     """
     origin = {"num_images": num_images, "seed": seed}
     write_once(path, lambda: _write(path, origin))
-    dataset = open_latents(path, input_size, in_channels, num_classes)
-    for key, expected in origin.items():
-        stored = (dataset.manifest.origin or {}).get(key)
-        if stored != expected:
-            rule = f"{stored}, as in {path}/{FILES['manifest']}: or set another data.path"
-            raise ValueError(f"data.{key}={expected} must be {rule}")
-    return dataset
+    return check_origin(open_latents(path, input_size, in_channels, num_classes), path, origin)
 
 
 def draw_glyphs(seed: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -35,9 +35,7 @@ class LatentDataset:
         encoder: str | None = None,  # path; None: the manifest's
     ):
         self.stored, self.labels, self.masks, self.encoder = stored, labels, masks, encoder
-        order = np.random.default_rng(HELD_OUT_SEED).permutation(manifest.count)
-        self.held_out_ids = np.sort(order[: manifest.num_held_out])
-        self.train_ids = np.sort(order[manifest.num_held_out :])
+        self.held_out_ids, self.train_ids = map(np.sort, split(manifest.count, manifest.num_held_out))
         trained = None if labels is None else labels[self.train_ids]
         untrained = untrained_classes_of(trained, manifest.num_classes)
         self.manifest = replace(manifest, untrained_classes=untrained)
@@ -102,6 +100,12 @@ class LatentDataset:
         for array in (self.labels, self.stored[ids], masks):
             digest.update(b"" if array is None else array.tobytes())
         return {"fingerprint": digest.hexdigest(), "manifest": {**manifest, "checksums": None}}
+
+
+def split(count: int, num_held_out: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the held-out and of the training entries, each in a fixed random order."""
+    order = np.random.default_rng(HELD_OUT_SEED).permutation(count)
+    return order[:num_held_out], order[num_held_out:]
 
 
 def open_latents(

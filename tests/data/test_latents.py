@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from builders.references import of_latents
 from data import (
     IdentityEncoder,
     LatentDataset,
@@ -173,6 +174,52 @@ def test_digits_go_through_the_format_and_come_back(tmp_path):
     assert abs(latents.std() - 0.5) < 0.01
     again = digits(str(tmp_path / "digits"), input_size=8, in_channels=1, num_classes=10)
     assert again.describe() == dataset.describe()
+
+
+def test_fewer_digits_to_train_on_keep_the_held_out_ones(tmp_path):
+    sets = [
+        digits(str(tmp_path / f"{number}"), 8, 1, 10, foreground_masks=True, num_images=number)
+        for number in (200, 40, None)
+    ]
+    of_all = {name: real_images(sets[2], getattr(sets[2], name), IdentityEncoder()) for name in IDS}
+    for dataset, number in zip(sets, (200, 40), strict=False):
+        held_out, trained = (real_images(dataset, getattr(dataset, name), IdentityEncoder()) for name in IDS)
+        for actual, expected in zip(held_out, of_all[IDS[0]], strict=True):
+            assert np.array_equal(actual, expected)
+        assert len(trained[0]) == len({image.tobytes() for image in trained[0]}) == number
+        assert {*keys_of(*trained)} < {*keys_of(*of_all[IDS[1]])}, "training images with their labels"
+        assert np.unique(trained[1]).size == 10
+        assert dataset.manifest.scale == sets[2].manifest.scale
+        weights = dataset.read_masks(dataset.train_ids).numpy()
+        assert np.array_equal(weights > 0, trained[0][..., 0] > 0)
+    few, many = ({*keys_of(*real_images(d, d.train_ids, IdentityEncoder()))} for d in (sets[1], sets[0]))
+    assert few < many
+    assert (sets[2].manifest.origin, sets[0].manifest.origin) == (None, {"num_images": 200})
+    assert of_latents(str(tmp_path / "200")).images.count == 200
+
+
+IDS = ("held_out_ids", "train_ids")
+
+
+def keys_of(images, labels):
+    return [(image.tobytes(), int(label)) for image, label in zip(images, labels, strict=True)]
+
+
+def test_a_folder_of_another_number_of_digits_is_refused(tmp_path):
+    paths = {number: str(tmp_path / f"{number}") for number in (30, None)}
+    for number, path in paths.items():
+        digits(path, 8, 1, 10, num_images=number)
+    for number, path, shown, rule in (
+        (31, paths[30], 31, 30),
+        (None, paths[30], "null", 30),
+        (30, paths[None], 30, "null"),
+    ):
+        message = f"data.num_images={shown} must be {rule}, as in {path}/manifest.json"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            digits(path, 8, 1, 10, num_images=number)
+    for number in (0, 1501):
+        with pytest.raises(ValueError, match=rf"data.num_images={number} must be in \[1, 1500\]"):
+            digits(str(tmp_path / "new"), 8, 1, 10, num_images=number)
 
 
 def test_bytes_survive_the_identity_encoder_and_the_rounding_rule():
