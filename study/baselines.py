@@ -62,7 +62,7 @@ class GaussianDenoiser:
     def __call__(
         self, x_t: torch.Tensor, alpha: torch.Tensor, sigma: torch.Tensor, class_labels: torch.Tensor
     ) -> torch.Tensor:
-        """Return E[x | x_t, class] (N, C, H, W) fp64 for x_t = alpha x + sigma eps; alpha, sigma (N, 1, 1, 1)."""
+        """Return E[x | x_t, class] (N, C, H, W) fp64 for x_t = alpha x + sigma eps."""
         x, out = x_t.double().flatten(1), torch.empty(x_t.shape, dtype=torch.float64).flatten(1)
         alpha, sigma = (value.double().reshape(-1, 1).expand(len(x), 1) for value in (alpha, sigma))
         for label in class_labels.unique().tolist():

@@ -170,7 +170,7 @@ class Records:
         }
 
     def scores(self, study: str, arm: str, key: str, at: str = "end", guidance: str = UNGUIDED) -> Scores:
-        """Return the score of each seed at its last evaluation (`end`) or at its lowest held-out loss (`best`)."""
+        """Return the score of each seed at its last evaluation (`end`) or lowest held-out loss (`best`)."""
         curve = self.curve(study, arm, key, self.chosen_guidance(study, arm, guidance))
         if at == "end":
             return {seed: points[-1][2] for seed, points in curve.items()}

@@ -1,22 +1,25 @@
 """The records of the twin study become effects, outcomes and a page."""
 
+import csv
 import math
 import re
+from statistics import mean
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 
-from benchmarks import finetuning
 from benchmarks.results import Record
 from runtime.provenance import environment
 from study import claims
-from study.claims import ABSENT, CONFIRMED, OPEN, REFUTED, Bound, Comparison
-from study.records import BEST, EXCESS, Effect, Records, between, compare
-from study.twins import CFG, SPARSE, STUDIES
+from study.claims import OPPOSITE, SEEN, UNDECIDED, UNTESTABLE, Bound, Comparison
+from study.records import EARLIER, EXCESS, Records, between, compare, effect_of, holm, seeds_to_decide
+from study.twins import LOSS, STUDIES
 from tests.programs import ROOT
 
-TWINS = {"arms": ("routed", "dense"), "scores": {"mixture": EXCESS}}
-DIGITS = ("routed", "dense")
+CFG = [f"guidance=cfg guidance_scale={scale:g}" for scale in (1.5, 2)]
+PAIR = ("routed", "dense")
 
 
 def row(arm, seed, step, gflop, guidance="none", **scores):
@@ -33,48 +36,107 @@ def header():
 @pytest.fixture
 def folder(tmp_path, header):
     """Dense and routed on the mixture: three seeds, three evaluations; dense costs twice as much."""
-    record = Record("twins_mixture", tmp_path, header)
+    record = Record("twins_mixture-64", tmp_path, header)
     for seed, wobble in enumerate((0.99, 1.0, 1.01)):
         for arm, cost, excess in (("dense", 2, (0.4, 0.3, 0.2)), ("routed", 1, (0.3, 0.2, 0.1))):
             points = [
-                (step, cost * step, 0.5 + e * wobble) for step, e in zip((100, 150, 200), excess, strict=True)
+                (step, cost * step, e * wobble) for step, e in zip((100, 150, 200), excess, strict=True)
             ]
-            scores = [{"val_loss_dense_ema": loss, "val_loss_optimal": 0.5} for *_, loss in points]
-            rows = [
-                row(arm, seed, *spent[:2], **losses) for spent, losses in zip(points, scores, strict=True)
-            ]
+            rows = [row(arm, seed, step, cost, excess=e) for step, cost, e in points]
             record.add(f"{arm} {seed}", rows)
-        record.add(f"search {seed}", [row("dense", seed, 200, 1, val_loss_dense_ema=9) | {"part": "search"}])
+        search = row("dense", seed, 200, 1, **{LOSS: 9 + seed}) | {"part": "search"}
+        record.add(f"search {seed}", [search, search | {"lr": "0.002", LOSS: 1}])
     steps = Record("twins_steps", tmp_path, header)
-    steps.add("mixture", [{"arm": "dense", "ms": 10}, {"arm": "routed", "ms": 20}])
+    steps.add("mixture-64", [{"arm": "dense", "ms": 10}, {"arm": "routed", "ms": 20}])
+    filters = [{"baseline": "class Gaussians", "excess": 0.25}, {"baseline": "real held-out", "excess": 0.01}]
+    Record("baselines", tmp_path, header).add("mixture-64", filters)
     return tmp_path
 
 
-def finding(records, **test):
-    (finding,) = Comparison(**TWINS | test).findings(records)
-    return finding
+def judged(records, *tests):
+    return claims.judged([Comparison(*test[:2], **test[2]) for test in tests], records)
 
 
-def test_an_interval_is_student_s():
-    effect = Effect.of([1.0, 2.0, 3.0])
-    assert effect.value == 2 and effect.high - effect.value == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
-    assert Effect.of([5.0])[2:] == (-math.inf, math.inf), "one seed decides nothing"
-    assert claims.outcome_of(Effect.of([5.0]), higher=True) == OPEN
+def twins(**test):
+    return (PAIR, {"mixture-64": EXCESS}, test)
 
 
-def test_arms_are_compared_seed_by_seed_at_equal_steps_flops_and_seconds(folder):
+# Statistics
+
+
+def test_two_means_are_compared_by_the_pooled_spread():
+    groups, other = ([1.0, 2.0, 3.0], [2.5, 3.5, 4.5]), [7.0, 8.1, 9.2]
+    effect, expected = effect_of(groups, (1, -1)), stats.ttest_ind(*groups)
+    interval = expected.confidence_interval()
+    assert effect[:5] == pytest.approx((3, -1.5, interval.low, interval.high, expected.pvalue))
+    pooled = effect_of(groups, (1, -1), [other])
+    spread = math.sqrt((1 + 1 + 1.1**2) / 3)
+    half = stats.t.ppf(0.975, 6) * spread * math.sqrt(2 / 3)
+    assert pooled.high - pooled.value == pytest.approx(half), "six degrees of freedom of three arms"
+    one = effect_of(([1.0], [2.0]), (1, -1))
+    assert one.high == math.inf and one.p == 1, "one seed decides nothing"
+    assert effect_of(([1.0], [2.0]), (1, -1), [other]).high < 6, "the spread of another arm decides"
+    alone = effect_of([[1.0, 2.0, 3.0]], (1,))
+    assert alone.high - alone.value == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
+
+
+def test_unequal_spreads_are_not_pooled():
+    groups, other = ([1.0, 2.0, 3.0, 2.2], [2.5, 3.5, 4.5, 3.6]), [7.0, 7.001, 7.002, 6.999]
+    effect, expected = effect_of(groups, (1, -1), [other]), stats.ttest_ind(*groups, equal_var=False)
+    assert effect.p == pytest.approx(expected.pvalue)
+    assert stats.bartlett(*groups, other).pvalue < 0.05
+
+
+def test_intervals_cover_the_truth_in_nineteen_of_twenty_cases():
+    rng, n = np.random.default_rng(0), 1000
+    covered = 0
+    for _ in range(n):
+        effect = effect_of(rng.normal(size=(2, 3)).tolist(), (1, -1), rng.normal(size=(2, 3)).tolist())
+        covered += effect.low <= 0 <= effect.high
+    assert abs(covered / n - 0.95) < 3 * math.sqrt(0.95 * 0.05 / n)
+
+
+def test_holm_adjusts_each_p_for_the_hypotheses_that_are_left():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.6, 0.9]) == [1.0, 1.0] and holm([]) == []
+
+
+def test_the_number_of_seeds_is_the_first_that_decides():
+    n = seeds_to_decide(0.1, 0.02)
+    halves = [stats.t.ppf(0.975, 2 * (size - 1)) * math.sqrt(0.02 / size) for size in (n - 1, n)]
+    assert halves[0] > 0.1 > halves[1]
+    assert seeds_to_decide(1e-9, 1.0) is None
+
+
+# Comparisons
+
+
+def test_arms_are_compared_at_equal_steps_flops_and_seconds(folder):
     """Routed networks end at 200 GFLOP, where dense ones have had 100 steps. Seconds are the reverse."""
     records = Records(folder)
-    text = "mixture, excess loss: -50.0 % [-50.0, -50.0]"
-    assert finding(records) == (CONFIRMED, text, "3", ("0123456",))
-    assert finding(records, higher=True).outcome == REFUTED
+    assert compare(records, "mixture-64", EXCESS, PAIR).value == pytest.approx(math.log(0.1 / 0.2))
     for at, ratio in (("gflop", 0.1 / 0.4), ("seconds", 0.3 / 0.2)):
-        changes = compare(records, "mixture", EXCESS, ("routed", "dense"), at)
-        assert changes == pytest.approx(dict.fromkeys(range(3), math.log(ratio)))
-    grown = finding(records, over=("dense", "dense"))
-    assert grown.outcome == CONFIRMED and "routed over dense: -50.0 %" in grown.text
-    assert finding(records, over=("routed", "dense")).outcome == OPEN
-    assert finding(records, arms=("sprint", "dense")).outcome == ABSENT
+        effect = compare(records, "mixture-64", EXCESS, PAIR, at)
+        assert effect.value == pytest.approx(math.log(ratio)), at
+        assert effect.high - effect.low < 1e-9, "paired by seed: all seeds have the same ratio"
+    nothing = compare(records, "mixture-64", EXCESS, (*PAIR, *PAIR))
+    assert nothing.value == pytest.approx(0, abs=1e-12)
+    assert compare(records, "mixture-64", EXCESS, ("separate", "dense")) is None
+
+
+def test_the_best_checkpoint_has_the_lowest_held_out_loss_of_its_seed(folder, header):
+    record = Record("twins_digits-200", folder, header)
+    for seed, losses in enumerate(((3, 1, 2), (1, 2, 3))):
+        points = zip((100, 200, 300), losses, strict=True)
+        record.add(f"dense {seed}", [row("dense", seed, step, step, **{LOSS: loss}) for step, loss in points])
+        drawn = [row("dense", seed, s, s, noise=k, memorised=s + k) for s in (100, 200, 300) for k in (0, 1)]
+        record.add(f"samples {seed}", drawn)
+    records = Records(folder)
+    assert records.scores("digits-200", "dense", LOSS, "best") == {0: 1, 1: 1}
+    assert records.scores("digits-200", "dense", LOSS) == {0: 2, 1: 3}
+    assert records.scores("digits-200", "dense", "memorised", "best") == {0: 200.5, 1: 100.5}, (
+        "mean over noise"
+    )
 
 
 def test_a_curve_is_interpolated_only_between_near_evaluations():
@@ -88,36 +150,74 @@ def test_a_curve_is_interpolated_only_between_near_evaluations():
     assert between([(100, 0.0), (144, 0.5)], 120, "recall") == pytest.approx(0.25), "no logarithm of a share"
 
 
-def test_intervals_across_zero_leave_a_claim_open(folder, header):
-    record = Record("twins_digits", folder, header)
-    for seed, value in enumerate((1.0, 2.0, 4.0)):
-        for arm, distance in (("routed", value), ("dense", 2.0)):
-            scales = ((CFG[0], 0.5), (CFG[1], 9), (SPARSE, 0.4))
-            guided = [row(arm, seed, 9, 9, guidance, fd_pixel=d) for guidance, d in scales]
-            record.add(f"{arm} {seed}", [row(arm, seed, 9, 9, fd_pixel=distance, recall=0.5), *guided])
-    records = Records(folder)
-    unguided = Comparison(DIGITS, {"digits": "fd_pixel"})
-    assert unguided.findings(records)[0].outcome == OPEN
-    assert set(compare(records, "digits", "fd_pixel", DIGITS, guidance=(BEST, BEST)).values()) == {0.0}
-    best = records.final("digits", "routed", "fd_pixel", BEST)
-    assert best == dict.fromkeys(range(3), 0.5), "only of the scales that every arm has"
-    (claim,) = (claim for claim in claims.CLAIMS if claim.says.startswith("Sparse guidance"))
-    sparse, *_ = claim.tests[0].findings(records)
-    assert sparse.outcome == CONFIRMED and "against cfg guidance_scale=1.25): -20.0 %" in sparse.text
-    twins, reverse = Comparison(**TWINS), Comparison(**TWINS, higher=True)
-    outcome, findings = claims.judged([twins, unguided], records)
-    assert (outcome, len(findings)) == (CONFIRMED, 2), "an open task does not change the outcome"
-    assert claims.judged([twins, reverse], records)[0] == OPEN
-    assert claims.judged([Comparison(DIGITS, {"glyphs": "recall"})], records) == (ABSENT, [])
-    assert claims.judged((), records)[0] == claims.UNTESTED
-
-
 def test_two_rows_of_one_evaluation_are_refused(folder):
     """Rows of two learning rates or machines would count as two seeds, or hide each other."""
-    (file,) = folder.glob("twins_mixture_*.csv")
-    file.with_name("twins_mixture_another.csv").write_text(file.read_text())
-    with pytest.raises(ValueError, match="records of mixture contain dense, 0, 100, none twice"):
+    (file,) = folder.glob("twins_mixture-64_*.csv")
+    file.with_name("twins_mixture-64_Another.csv").write_text(file.read_text())
+    with pytest.raises(ValueError, match="records of mixture-64 contain dense, 0, 100, none,  twice"):
         Records(folder)
+
+
+# Outcomes
+
+
+def test_an_effect_is_seen_or_its_opposite_or_undecided(folder):
+    records = Records(folder)
+    outcome, (finding,) = judged(records, twins())
+    assert (outcome, finding.n, finding.commits) == (SEEN, "3", ("0123456",))
+    assert finding.text.startswith("mixture-64, excess, routed against dense: -50.0 % [-51.1, -48.9]")
+    assert judged(records, twins(higher=True))[0] == OPPOSITE
+    assert judged(records, (PAIR, {"digits": "recall"}, {})) == (claims.NOT_MEASURED, [])
+    assert judged(records)[0] == UNTESTABLE
+    outcome, findings = judged(records, twins(), twins(higher=True))
+    assert (outcome, [f.outcome for f in findings]) == (UNDECIDED, [SEEN, OPPOSITE]), "they contradict"
+    outcome, findings = judged(records, twins(over=PAIR))
+    assert outcome == UNDECIDED and "over 1,000 seeds" in claims.shown(findings[0])
+    assert judged(records, twins(), twins(over=PAIR))[0] == SEEN, "an undecided test does not change it"
+
+
+def test_p_values_are_adjusted_for_the_effects_of_the_claim(folder, header):
+    record = Record("twins_mixture-256", folder, header)
+    for seed, wobble in enumerate((0.7, 1.0, 1.35)):
+        record.add(f"dense {seed}", [row("dense", seed, 200, 2, excess=0.1 * wobble)])
+        record.add(f"routed {seed}", [row("routed", seed, 200, 1, excess=0.04 * wobble)])
+    filters = [{"baseline": "class Gaussians", "excess": 0.25}]
+    Record("baselines", folder, header).add("mixture-256", filters)
+    records, test = Records(folder), (PAIR, {"mixture-256": EXCESS}, {})
+    alone = judged(records, test)[1][0]
+    assert alone.outcome == SEEN and 0.01 < alone.effect.p < 0.05
+    several = judged(records, test, *[(*test[:2], {"at": "best"})] * 4)[1]
+    assert {finding.outcome for finding in several} == {UNDECIDED}
+
+
+def test_a_task_that_fails_a_gate_judges_nothing(folder, header):
+    """Without a baseline, with a better one, without a gain of guidance, with a low precision."""
+    records = Records(folder)
+    assert claims.failed_gates(records, "mixture-64", EXCESS) == {"a": ""}
+    records.baselines["mixture-64"]["class means"] = {"excess": "0.1"}
+    outcome, (finding,) = judged(records, twins())
+    assert outcome == finding.outcome == "not testable here (gate a)" and "-50.0 %" in finding.text
+    assert claims.failed_gates(records, "mixture-64", EXCESS) == {"a": "excess 0.2, class means 0.1"}
+    records.baselines.clear()
+    assert claims.failed_gates(records, "mixture-64", EXCESS) == {"a": "no record"}
+
+    def gates(distance=0.1, guided=0.06, precision=0.5):
+        record = Record("twins_digits-1500", folder, header)
+        for seed in range(2):
+            scores = {"fd_pixel_held_out": distance + seed / 1000, "precision": precision}
+            drawn = [row("dense", seed, 9, 9, noise=0, **scores)]
+            drawn += [row("dense", seed, 9, 9, g, noise=0, fd_pixel_held_out=guided) for g in CFG]
+            record.add(f"dense {seed}", [*drawn, row("dense", seed, 9, 9, **{LOSS: 0.3})])
+        real = {"baseline": "real held-out", "precision": 0.9, "fd_pixel_held_out": 0.01}
+        gaussians = {"baseline": "class Gaussians", "fd_pixel_held_out": 0.12, "precision": 1, LOSS: 0.4}
+        Record("baselines", folder, header).add("digits-1500", [real, gaussians])
+        return claims.failed_gates(Records(folder), "digits-1500", "fd_pixel_held_out")
+
+    assert gates() == {"a": "", "b": "", "c": ""}
+    assert gates(distance=0.13)["a"] == "fd_pixel_held_out 0.131, class Gaussians 0.12"
+    assert gates(guided=0.09)["b"] == "guidance lowers the distance by 10 %"
+    assert gates(precision=0.2)["c"] == "precision over real data's: 22 %"
+    assert claims.failed_gates(Records(folder), "digits-1500", "memorised") == {"a": ""}, "no guidance needed"
 
 
 def test_a_bound_holds_for_every_value(folder, header):
@@ -133,62 +233,97 @@ def test_a_bound_holds_for_every_value(folder, header):
     def bounded(**bound):
         return Bound("speed", "x", "steps", where={"z": ["a"]}, **bound).findings(Records(folder))[0]
 
-    outcomes = [bounded(above=bound)[:3] for bound in (1.1, 1.2, 1.4)]
-    assert outcomes == [(outcome, "steps: 1.20 to 1.40x", "2") for outcome in (CONFIRMED, OPEN, REFUTED)]
-    assert [bounded(at_least=bound).outcome for bound in (1.2, 1.5)] == [CONFIRMED, REFUTED]
+    found = [(f.outcome, f.text, f.n) for f in (bounded(above=bound) for bound in (1.1, 1.2, 1.4))]
+    assert found == [(outcome, "steps: 1.20 to 1.40x", "2") for outcome in (SEEN, UNDECIDED, OPPOSITE)]
+    assert [bounded(at_least=bound).outcome for bound in (1.2, 1.5)] == [SEEN, OPPOSITE]
     halved = bounded(divided_by="y", at_most=0.7, n="2 ways")
-    assert halved[:3] == (CONFIRMED, "steps: 0.60 to 0.70x", "2 ways")
+    assert (halved.outcome, halved.text, halved.n) == (SEEN, "steps: 0.60 to 0.70x", "2 ways")
 
 
-def test_fine_tunes_are_compared_with_the_dense_one_of_their_kind(folder, header):
-    record = Record("finetuning_twins", folder, header)
-    for kind, gain, lr in (("full", 1.2, 0.0003), ("lora", 0.9, 0.01)):
-        for seed, wobble in enumerate((0.99, 1.0, 1.01)):
-            for arm, loss in (("dense", 0.5), ("ratio 0.25", 0.5 * gain * wobble)):
-                ends = {"kind": kind, "arm": arm, "seed": seed, "lr": lr, "step": 9}
-                scores = [{"val_loss_dense": 9}, {"val_loss_dense": loss, "fd_pixel": 1}]
-                record.add(f"{kind} {arm} {seed}", [ends | values for values in scores])
-    (claim,) = (claim for claim in claims.CLAIMS if "small ratios" in claim.says)
-    full, _, lora, _ = claim.tests[1].findings(Records(folder))
-    assert (full.outcome, lora.outcome, full.n, full.commits) == (REFUTED, CONFIRMED, "3", ("0123456",))
-    assert "+20.0 %" in full.text and "-10.0 %" in lora.text
-    assert ["smallest or largest tried" in finding.text for finding in (full, lora)] == [False, True]
-    record.file.with_name("finetuning_twins_another.csv").write_text(record.file.read_text())
-    with pytest.raises(ValueError, match=r"records of full contain .* twice"):
-        Records(folder)
+# The page
 
 
-def test_the_page_has_every_recorded_arm_and_claim(folder):
+def test_the_page_has_every_recorded_arm_claim_search_and_baseline(folder):
     text = claims.page(Records(folder))
     assert "records in this folder" in text and "| Routing converges faster per step |" in text
-    assert ABSENT not in text and "| Precision rises without guidance |" not in text
-    assert re.search(r"\| routed \| .* \| 3 \| 0.1 ± 0.002 \| .* \| -50.0 % \[-50.0, -50.0\] \|", text)
+    assert claims.NOT_MEASURED not in text and "| Precision rises without guidance |" not in text
+    assert re.search(r"\| routed \| .* \| 3 \| 0.1 ± 0.002 \| .* \| -50.0 % \[-51.1, -48.9\] \|", text)
+    assert "| *class Gaussians* |  |  |  |  | 0.25 |" in text
+    assert "| mixture-64 | dense | 3 | 10.0000 | **1.0000** |" in text
+    assert "This page has 3 intervals" in text
     (folder / "empty").mkdir()
     assert "No claim is about these arms" in claims.page(Records(folder / "empty"))
+    assert "**This is a rehearsal" not in text
+    (file,) = folder.glob("twins_mixture-64_*.csv")
+    file.write_text(file.read_text().replace("# tiny: False", "# tiny: True"))
+    assert "**This is a rehearsal" in claims.page(Records(folder))
+
+
+def test_the_figure_is_drawn(folder, header):
+    record = Record("twins_digits-200", folder, header)
+    scores = {LOSS: 0.5, "memorised": 0.1, "fd_pixel_held_out": 0.2}
+    for arm in PAIR:
+        rows = [row(arm, seed, step, step, **scores) for seed in range(2) for step in (1, 2)]
+        record.add(arm, rows)
     claims.draw(Records(folder), folder / "twins.png")
     assert (folder / "twins.png").read_bytes().startswith(b"\x89PNG")
-    assert claims.REHEARSAL not in text
-    (file,) = folder.glob("twins_mixture_*.csv")
-    file.write_text(file.read_text().replace("# tiny: False", "# tiny: True"))
-    assert claims.REHEARSAL in claims.page(Records(folder))
-
-
-def test_an_arm_is_compared_with_the_dense_arm_of_the_same_change():
-    arms = ("dense", "routed", "routed, a=1", "ratio 0.25", "routed, equal FLOPs", "routed, equal FLOPs, a=1")
-    dense = ["dense", "dense", "dense, a=1", "dense", "dense", "dense, a=1"]
-    assert [*map(claims.base_of, arms)] == dense
 
 
 def test_every_claim_names_existing_arms_and_scores():
-    for test in (test for claim in claims.CLAIMS for test in claim.tests if isinstance(test, Comparison)):
+    records = Records()
+    for test in (t for claim in claims.read_page()[1] for t in claim.tests if isinstance(t, Comparison)):
         for study, key in test.pairs():
-            arms = STUDIES[study].arms if study in STUDIES else finetuning.ARMS
-            assert {*test.arms, *(test.over or ())} <= {*arms}
-            assert key in (claims.SCORES if study in STUDIES else (finetuning.LOSS, *finetuning.SCORES))
-            if test.over:  # a smaller patch has more tokens
-                large, small = (int(pair[0].rpartition("=")[2]) for pair in (test.arms, test.over))
-                assert (large > small) == (study != "tokens")
+            arms = STUDIES[study].arms if study in STUDIES else records.arms(study)
+            assert study in (*STUDIES, *EARLIER)
+            assert {*test.arms, *test.over} <= {*arms}
+            assert key in (*claims.SCORES, "val_loss_dense")
 
 
 def test_the_page_is_what_the_program_writes():
     assert (ROOT / "CLAIMS.md").read_text() == claims.page(Records())
+
+
+# Three rows, recomputed from the files without the code under test
+
+
+def csv_rows(pattern):
+    for file in (ROOT / "study/results").glob(pattern):
+        with file.open(newline="") as opened:
+            yield from csv.DictReader(line for line in opened if not line.startswith("#"))
+
+
+def last_scores(pattern, score):
+    """Return {arm: [score of the last unguided evaluation of each seed]}."""
+    last = {}
+    for line in csv_rows(pattern):
+        if line["part"] == "training" and line["guidance"] == "none" and line.get("val_loss_dense_ema"):
+            last[line["arm"], line["seed"]] = score(line)
+    arms = {}
+    for (arm, _), value in sorted(last.items()):
+        arms.setdefault(arm, []).append(value)
+    return arms
+
+
+@pytest.mark.parametrize(
+    ("study", "key", "score"),
+    [
+        ("mixture", "excess", lambda line: float(line[LOSS]) - float(line["val_loss_optimal"])),
+        ("digits", "fd_pixel", lambda line: float(line["fd_pixel"])),
+        ("glyphs", "fd_classifier", lambda line: float(line["fd_classifier"])),
+    ],
+)
+def test_an_effect_on_the_page_agrees_with_an_independent_computation(study, key, score):
+    logs = {arm: np.log(values) for arm, values in last_scores(f"twins_{study}_[A-Z]*", score).items()}
+    groups = [values for values in logs.values() if len(values) > 1]
+    a, b = logs["routed"], logs["dense"]
+    if stats.bartlett(*groups).pvalue >= 0.05:
+        freedom = sum(len(g) - 1 for g in groups)
+        variance = sum(((g - g.mean()) ** 2).sum() for g in groups) / freedom
+        half = stats.t.ppf(0.975, freedom) * math.sqrt(variance * (1 / len(a) + 1 / len(b)))
+    else:
+        half = stats.ttest_ind(a, b, equal_var=False).confidence_interval()
+        half = (half.high - half.low) / 2
+    middle = mean(a) - mean(b)
+    low, value, high = (100 * math.expm1(x) for x in (middle - half, middle, middle + half))
+    expected = f"{study}, {key}, routed against dense: {value:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    assert expected in (ROOT / "CLAIMS.md").read_text()
