@@ -10,6 +10,7 @@ from evaluation.metrics.frechet import FrechetDistance, frechet_distance
 from evaluation.metrics.inception_score import inception_score
 from evaluation.metrics.kernel import kernel_distance
 from evaluation.metrics.label_accuracy import LabelAccuracy
+from evaluation.metrics.memorised import Memorised
 from evaluation.metrics.precision_recall import PrecisionRecall, precision_recall
 from evaluation.reference import Reference, make_reference, open_reference
 from evaluation.statistics import FeatureStatistics

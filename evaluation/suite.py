@@ -11,6 +11,7 @@ import torch
 
 from evaluation.features import (
     COST_KEYS,
+    ArrayImages,
     Detector,
     FeatureSet,
     Images,
@@ -144,8 +145,8 @@ class Suite:
             keys = [key for metric in self.metrics if metric.needs_labels for key in metric.keys]
             raise ValueError(f"{', '.join(keys)} cannot be computed: the samples have no labels")
         if self._reference_features is None:  # first: a damaged reference fails before a sample is drawn
-            self._reference_features = self._extract_reference()
-        reference = self._reference_features
+            self._reference_features = self._extract_reference(), self._extract_held_out()
+        reference, held_out = self._reference_features
         needs, num_images = {need for metric in self.metrics for need in metric.needs}, images.count
         samples = self._extract(images, needs, "features of samples", cache)
         if not self.launch.is_main:
@@ -155,12 +156,14 @@ class Suite:
         warnings = self.warnings(num_images, images.shape)
         scores = Scores(num_images, samples.images_sha256, cost, warnings=warnings)
         for metric in self.metrics:
-            missing = [need for need in metric.needs_of_reference if need not in reference.statistics]
+            compared = held_out if metric.held_out else reference
+            missing = [need for need in metric.needs_of_reference if need not in compared.statistics]
             if missing:
-                reason = self._missing_reason(*missing[0])
+                no_images = "the reference has no held-out images"
+                reason = no_images if metric.held_out else self._missing_reason(*missing[0])
                 scores.left_out |= {self.score_name(key, num_images): reason for key in metric.keys}
             else:
-                results = metric(reference, samples)
+                results = metric(compared, samples)
                 values = {self.score_name(key, num_images): value for key, value in results.items()}
                 scores.values |= values
                 scores.higher_is_better += list(values) if metric.higher_is_better else []
@@ -181,7 +184,7 @@ class Suite:
 
     def _extract_reference(self) -> FeatureSet:
         known, images = self.reference.statistics, self.reference.images
-        needs = {need for metric in self.metrics for need in metric.needs_of_reference}
+        needs = self._needs_of_reference(held_out=False)
         if known:  # of the whole data set; the images may be a part of it
             needs = {(kind, name) for kind, name in needs if kind is not FeatureStatistics}
         if not needs or images is None:
@@ -189,6 +192,16 @@ class Suite:
         cache = self.cache("reference", {"reference": self.reference.describe()}, images)
         features = self._extract(images, needs, "features of reference", cache)
         return FeatureSet({**known, **features.statistics})
+
+    def _extract_held_out(self) -> FeatureSet:
+        needs, held_out = self._needs_of_reference(held_out=True), self.reference.held_out
+        if not needs or held_out is None:
+            return FeatureSet()
+        return self._extract(ArrayImages(held_out[0]), needs, "features of held-out images", None)
+
+    def _needs_of_reference(self, held_out: bool) -> set[Need]:
+        chosen = (metric for metric in self.metrics if metric.held_out == held_out)
+        return {need for metric in chosen for need in metric.needs_of_reference}
 
     def _extract(
         self, images: Images, needs: set[Need], description: str, cache: PartCache | None

@@ -21,6 +21,7 @@ class Metric:
         min_images: minimum number of images.
         needs_labels: True if the metric uses the labels of the samples.
         higher_is_better: True if a higher value is better, for all scores of the metric.
+        held_out: True to compare with the reference's held-out images instead of the reference.
     """
 
     keys: tuple[str, ...] = ()
@@ -28,6 +29,7 @@ class Metric:
     min_images = 2
     needs_labels = False
     higher_is_better = False
+    held_out = False
 
     @property
     def needs_of_reference(self) -> tuple[Need, ...]:

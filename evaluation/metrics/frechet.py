@@ -14,10 +14,11 @@ class FrechetDistance(Metric):
     Args:
         key: name of the score.
         features: name of the detector's features.
+        held_out: compare with the reference's held-out images.
     """
 
-    def __init__(self, key: str, features: str):
-        self.keys, self.features = (key,), features
+    def __init__(self, key: str, features: str, held_out: bool = False):
+        self.keys, self.features, self.held_out = (key,), features, held_out
         self.needs = ((FeatureStatistics, features),)
 
     def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from math import isqrt
 
+import numpy as np
 import torch
 
 from evaluation.features import FeatureSet
@@ -20,6 +21,7 @@ class PrecisionRecall(Metric):
         features: name of the detector's features.
         exact: compute distances in fp32; the original rounds them to fp16.
         device: where to compute; None: on the CPU.
+        equal_sizes: use a random part of the larger set, of the size of the smaller one.
     """
 
     keys = ("precision", "recall")
@@ -31,15 +33,25 @@ class PrecisionRecall(Metric):
         device: torch.device | None = None,
         k: int = 3,
         features: str = "pool",
+        equal_sizes: bool = False,
     ):
+        self.equal_sizes = equal_sizes
         self.k, self.exact, self.features, self._device = k, exact, features, device
         self.needs = ((AllFeatures, features),)
         self.min_images = k + 1
 
     def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
         theirs, ours = (stats[AllFeatures, self.features].features for stats in (reference, samples))
+        if self.equal_sizes:
+            size = min(len(theirs), len(ours))
+            theirs, ours = (_random_part(features, size) for features in (theirs, ours))
         scores = precision_recall(theirs, ours, k=self.k, exact=self.exact, device=self._device)
         return dict(zip(self.keys, scores, strict=True))
+
+
+def _random_part(features: np.ndarray, size: int) -> np.ndarray:
+    """Return `size` of the features; every call chooses the same ones."""
+    return features[np.sort(np.random.default_rng(0).permutation(len(features))[:size])]
 
 
 def precision_recall(

@@ -8,7 +8,15 @@ from PIL import Image
 import fid
 from builders import references, scoring
 from data import IdentityEncoder, digits, real_images
-from evaluation import ArrayImages, DigitClassifier, LabelAccuracy, Reference, ScoreSamples, Suite
+from evaluation import (
+    ArrayImages,
+    DigitClassifier,
+    LabelAccuracy,
+    Reference,
+    ScoreSamples,
+    Suite,
+    frechet_distance,
+)
 from evaluation.pictures import (
     CAPTION_HEIGHT,
     OVER_TIME,
@@ -80,6 +88,24 @@ def test_the_reference_is_only_the_training_digits(dataset, tmp_path):
     *_, record = run.manifest()["scores"]
     assert (record["detector"]["name"], record["num_samples"]) == ("DigitClassifier", 500)
     run.unlock()
+
+
+def test_distances_to_held_out_images_use_only_them(dataset):
+    suite = suite_of("digits", dataset)
+    images, _ = real_images(dataset, dataset.train_ids, IdentityEncoder())
+    held_out, _ = real_images(dataset, dataset.held_out_ids, IdentityEncoder())
+    moments = [
+        (pixels.mean(axis=0), np.cov(pixels, rowvar=False))
+        for pixels in (array.reshape(len(array), -1) / 255 for array in (images, held_out))
+    ]
+    of_training = scored(suite, images, np.zeros(len(images), int))
+    assert of_training["fd_pixel"] == pytest.approx(0, abs=1e-6)
+    distance = frechet_distance(*moments[0], *moments[1])
+    assert of_training["fd_pixel_held_out"] == pytest.approx(distance) and distance > 0.05
+    suite.reference.held_out, suite._reference_features = None, None
+    without = suite.score(ArrayImages(images), np.zeros(len(images), int))
+    assert without.left_out == {"fd_pixel_held_out": "the reference has no held-out images"}
+    assert without.values["fd_pixel"] == of_training["fd_pixel"]
 
 
 def test_missing_labels_that_a_metric_needs_are_refused(dataset):

@@ -5,9 +5,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import sqrtm
 
-from evaluation import FeatureStatistics, frechet_distance, inception_score, kernel_distance, precision_recall
+from evaluation import (
+    FeatureStatistics,
+    Memorised,
+    PixelDetector,
+    PrecisionRecall,
+    frechet_distance,
+    inception_score,
+    kernel_distance,
+    precision_recall,
+)
+from evaluation.features import FeatureSet
 from evaluation.metrics.inception_score import SplitScores
 from evaluation.metrics.precision_recall import _squared_distances
+from evaluation.statistics import AllFeatures
 
 RNG = np.random.default_rng(0)
 
@@ -244,3 +255,38 @@ def test_statistics_and_scores_agree_between_gpu_and_cpu():
     probs = torch.from_numpy(rng.dirichlet(np.ones(6), 37))
     expected = inception_score(probs, split_size=10)
     assert inception_score(probs.cuda(), split_size=10) == pytest.approx(expected)
+
+
+def features_of(array):
+    return FeatureSet({(AllFeatures, "pixels"): AllFeatures(array.shape[1]).update(array, 0)})
+
+
+def test_precision_and_recall_of_equal_sizes_use_a_random_part_of_the_larger_set():
+    rng = np.random.default_rng(0)
+    few, many = (rng.standard_normal((size, 8)) for size in (200, 2000))
+    part = many[np.sort(np.random.default_rng(0).permutation(2000)[:200])]
+    options = {"exact": True, "features": "pixels"}
+    plain, equal = PrecisionRecall(**options), PrecisionRecall(**options, equal_sizes=True)
+    for pair, expected in (((many, few), (part, few)), ((few, many), (few, part))):
+        scores = equal(*map(features_of, pair))
+        assert scores == plain(*map(features_of, expected)) != plain(*map(features_of, pair))
+    assert equal(*map(features_of, (few, part))) == plain(*map(features_of, (few, part)))
+
+
+def test_a_copy_is_three_times_nearer_to_one_training_image_than_to_the_others():
+    training = np.array([[0.0, 0], [4, 0], [0, 100], [0, 100]])
+    samples = {(0, 0): 1, (0.9, 0): 1, (1.1, 0): 0, (2, 0): 0, (3.2, 0): 1, (0, 100): 1, (0, 99): 0}
+    for sample, expected in samples.items():
+        drawn = np.array([sample, (2, 0)], float)
+        share = Memorised("pixels")(features_of(training), features_of(drawn))
+        assert share == {"memorised": expected / 2}, sample
+    assert not Memorised("pixels").higher_is_better
+
+
+def test_training_images_are_memorised_and_copies_of_their_bytes_too():
+    images = np.random.default_rng(0).integers(0, 256, (60, 8, 8, 1), dtype=np.uint8)
+    pixels = features_of(PixelDetector()(images)["pixels"])
+    assert Memorised("pixels")(pixels, pixels) == {"memorised": 1}
+    others = np.random.default_rng(1).integers(0, 256, (60, 8, 8, 1), dtype=np.uint8)
+    others = features_of(PixelDetector()(others)["pixels"])
+    assert Memorised("pixels")(pixels, others) == {"memorised": 0}
