@@ -23,7 +23,7 @@ from data import (
 )
 from diffusion import EDMPrecond, OptimalPrecond, Precond
 from diffusion.generate import cost_of_evaluations
-from evaluation import DenseLoss, SampleGrid, ScoreSamples, open_reference
+from evaluation import DenseLoss, ExcessLoss, SampleGrid, ScoreSamples, open_reference
 from runtime.launch import Launch
 from training.recorder import LEVEL
 from training.run_folder import RunFolder
@@ -65,6 +65,9 @@ def build_evaluators(
         by_level = [key for key in denoisers if key != "val_loss_dense"]
         dense_loss = DenseLoss(denoisers, loss, batches, launch.sum, device, by_level)
         evaluators.append((settings.eval_every, dense_loss))
+        if isinstance(dataset, MixtureDataset):
+            excess = ExcessLoss(dataset.posterior_mean, ema_denoiser, loss, batches, launch.sum, device)
+            evaluators.append((settings.eval_every, excess))
     if settings.eval_every and scored and model:
         path = scored.arguments.get("reference")
         reference = (

@@ -34,17 +34,20 @@ class MixtureDataset(LatentDataset):
         self.means, self.variances = torch.from_numpy(means), torch.from_numpy(variances)
 
     def posterior_mean(
-        self, x_t: torch.Tensor, alpha: torch.Tensor, sigma: torch.Tensor, class_labels: torch.Tensor
+        self, x_t: torch.Tensor, alpha: torch.Tensor, sigma: torch.Tensor, class_labels: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute E[x | x_t, class] (N, C, H, W) fp64 for x_t = alpha x + sigma eps.
 
         Args:
             alpha, sigma: (N, 1, 1, 1).
+            class_labels: (N,); None: E[x | x_t], over all classes, which are equally likely.
         """
         basis = torch.from_numpy(_cosines(x_t.shape[-1])).to(x_t.device)
         y = (basis @ x_t.double() @ basis.T).flatten(1).unsqueeze(1)  # (N, 1, P)
         alpha, sigma = (value.double().view(-1, 1, 1) for value in (alpha, sigma))
-        means = self.means.to(x_t.device)[class_labels]  # (N, K, P)
+        means = self.means.to(x_t.device)
+        # (N, K, P), or the components of all classes, (1, num_classes K, P)
+        means = means.flatten(0, 1)[None] if class_labels is None else means[class_labels]
         variances = self.variances.to(x_t.device)
         # x_t of component k is Gaussian: mean alpha mu_k, variance alpha^2 lambda + sigma^2.
         residual, noisy = y - alpha * means, alpha**2 * variances + sigma**2

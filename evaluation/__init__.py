@@ -4,7 +4,7 @@ from evaluation.adm import AdmSuite
 from evaluation.detectors.digits import DigitClassifier, PixelDetector
 from evaluation.detectors.glyphs import GlyphClassifier
 from evaluation.detectors.inception import InceptionDetector
-from evaluation.evaluators import DenseLoss, SampleGrid, ScoreSamples
+from evaluation.evaluators import DenseLoss, ExcessLoss, SampleGrid, ScoreSamples
 from evaluation.features import ArrayImages
 from evaluation.metrics.frechet import FrechetDistance, frechet_distance
 from evaluation.metrics.inception_score import inception_score

@@ -14,6 +14,8 @@ from evaluation.pictures import OVER_TIME, row_height, save_grid, save_over_time
 from evaluation.suite import Suite
 from runtime.launch import Launch
 
+# Index, latents, labels, loss masks.
+Batch = tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 NUM_LEVELS, NUM_DRAWS = 5, 65536  # noise levels, equally likely in training; draws of t to find their limits
 
 
@@ -35,7 +37,7 @@ class DenseLoss:
         self,
         denoisers: Mapping[str, nn.Module],
         loss_fn: Any,
-        batches: Callable[[], Iterator[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]],
+        batches: Callable[[], Iterator[Batch]],
         total: Callable[[torch.Tensor], torch.Tensor],
         device: torch.device,
         by_level: Sequence[str] = (),
@@ -64,23 +66,84 @@ class DenseLoss:
         for key, denoiser in self.denoisers.items():
             denoiser.eval()
             # Sum of losses and number of entries: first over all noise levels, then at each.
-            sums = torch.zeros(1 + NUM_LEVELS, 2, dtype=torch.float64, device=self.device)
+            sums: Any = 0
             # The blocks are compiled for the shapes of training; here they run eagerly.
             with torch.compiler.set_stance("force_eager"):
-                for index, latents, labels, masks in self.batches():
+                for batch in self.batches():
+                    index, latents, *_ = batch
                     generator = torch.Generator(latents.device).manual_seed(index)
                     t = self.loss_fn.draw_t(len(latents), generator, latents.device)
-                    losses = self.loss_fn(denoiser, latents, labels, t=t, generator=generator, mask=masks)
-                    sums[0] += torch.stack([losses.double().sum(), torch.tensor(len(losses)).to(losses)])
+                    values = self.measure(denoiser, batch, t, generator).double()  # (N, V)
+                    values = torch.cat([values, torch.ones_like(values[:, :1])], dim=1)
                     level = torch.bucketize(t.double(), self.edges)
-                    sums[1:, 0].index_add_(0, level, losses.double())
-                    sums[1:, 1] += level.bincount(minlength=NUM_LEVELS)
+                    per_level = values.new_zeros(NUM_LEVELS, values.shape[1]).index_add_(0, level, values)
+                    sums = sums + torch.cat([values.sum(dim=0, keepdim=True), per_level])
             overall, *per_level = self.total(sums).tolist()
-            means[key] = overall[0] / overall[1]
-            if key in self.by_level:
-                levels = zip(self.medians, per_level, strict=True)
-                means |= {f"{key}/t={t:.2g}": loss / count for t, (loss, count) in levels if count}
+            means |= self.scores(key, overall)
+            levels = zip(self.medians, per_level, strict=True) if key in self.by_level else ()
+            for t, level_sums in levels:
+                if level_sums[-1]:
+                    means |= {f"{k}/t={t:.2g}": value for k, value in self.scores(key, level_sums).items()}
         return means
+
+    def measure(
+        self, denoiser: Any, batch: Batch, t: torch.Tensor, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Return the values (N, V) to sum over entries."""
+        _, latents, labels, masks = batch
+        return self.loss_fn(denoiser, latents, labels, t=t, generator=generator, mask=masks).unsqueeze(1)
+
+    def scores(self, key: str, sums: Sequence[float]) -> dict[str, float]:
+        """Return the scores from V sums and the number of entries."""
+        return {key: sums[0] / sums[-1]}
+
+
+class ExcessLoss(DenseLoss):
+    """Compare a denoiser D with the optimal one, D*, on held-out entries with the noise of DenseLoss.
+
+    `excess` is the mean loss against D* instead of the data. It estimates the loss minus the optimal loss,
+    without the noise of the data. `sharpening` is <D - D*, g> / <g, g> in latents, with sums over entries and
+    g = D*(class) - D*(no class): 0 for D*, and w - 1 for guidance of scale w.
+
+    Args:
+        posterior_mean: posterior_mean(x_t, alpha, sigma, class_labels or None) -> D*.
+    """
+
+    def __init__(
+        self,
+        posterior_mean: Callable[..., torch.Tensor],
+        denoiser: nn.Module,
+        loss_fn: Any,
+        batches: Callable[[], Iterator[Batch]],
+        total: Callable[[torch.Tensor], torch.Tensor],
+        device: torch.device,
+    ):
+        super().__init__({"excess": denoiser}, loss_fn, batches, total, device, ["excess"])
+        self.posterior_mean = posterior_mean
+
+    @property
+    def keys(self) -> list[str]:
+        return ["excess", "sharpening"]
+
+    def measure(
+        self, denoiser: Any, batch: Batch, t: torch.Tensor, generator: torch.Generator
+    ) -> torch.Tensor:
+        _, latents, labels, _ = batch
+        eps = torch.randn(latents.shape, generator=generator, device=latents.device)
+        t_, path = t.view(-1, 1, 1, 1), denoiser.path
+        alpha, sigma = path.alpha(t_), path.sigma(t_)
+        x_t = alpha * latents.float() + sigma * eps
+        best, any_class = (self.posterior_mean(x_t, alpha, sigma, classes) for classes in (labels, None))
+        F_x = denoiser.predicted(denoiser.predict(x_t, t, labels), x_t)
+        # w |D - D*|^2: the loss whose target is D*, and the noise that leads from D* to x_t.
+        error = self.loss_fn.error(denoiser, F_x, x_t, t_, best, (x_t - alpha * best) / sigma)
+        off, g = denoiser.denoised(F_x, x_t, t) - best, best - any_class
+        return torch.stack([error, off * g, g * g], dim=1).mean(dim=(2, 3, 4))  # (N, 3)
+
+    def scores(self, key: str, sums: Sequence[float]) -> dict[str, float]:
+        excess, along, squares, count = sums
+        # <D - D*, g> / <g, g>, not defined with one class
+        return {"excess": excess / count} | ({"sharpening": along / squares} if squares else {})
 
 
 class ScoreSamples:

@@ -14,6 +14,7 @@ class GlyphClassifier:
     WIDTHS, NUM_FEATURES = (32, 64, 128), 128
     MAX_IMAGES, EPOCHS, BATCH_SIZE, LR = 2**14, 4, 128, 5e-3
     IMAGES_AT_ONCE = 512
+    MAX_NOISE = 32 / 127.5  # standard deviation of noise on images in [-1, 1]: 32 grey levels
 
     @torch.enable_grad()
     def fit(self, images: np.ndarray, labels: np.ndarray) -> None:
@@ -55,10 +56,18 @@ class GlyphClassifier:
             order = torch.randperm(len(pixels), generator=generator)[: num_batches * batch_size]
             for ids in order.view(-1, batch_size):
                 optimizer.zero_grad()
-                F.cross_entropy(self._output(self._hidden(pixels[ids])), classes[ids]).backward()
+                noisy = self._with_noise(pixels[ids], generator)
+                F.cross_entropy(self._output(self._hidden(noisy)), classes[ids]).backward()
                 optimizer.step()
                 schedule.step()
         self._hidden.eval()
+
+    def _with_noise(self, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Add noise to about half of the images, so that features depend little on invisible noise."""
+        shape = (len(pixels), 1, 1, 1)
+        strength, chosen = (torch.rand(shape, generator=generator) for _ in range(2))
+        noise = torch.randn(pixels.shape, generator=generator)
+        return (pixels + (chosen < 0.5) * (self.MAX_NOISE * strength) * noise).clamp(-1, 1)
 
 
 def _pixels(images: np.ndarray) -> torch.Tensor:

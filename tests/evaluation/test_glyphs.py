@@ -50,6 +50,22 @@ def test_scores_tell_good_from_bad(suite, held_out):
     assert same["label_accuracy"] < 0.1
 
 
+def test_invisible_noise_changes_the_distance_little(suite, held_out):
+    images, labels = held_out
+    rng = np.random.default_rng(0)
+    noisy = [
+        np.clip(np.rint(images + rng.normal(0, strength, images.shape)), 0, 255).astype(np.uint8)
+        for strength in (10, 80)
+    ]
+    real, invisible, visible = (scored(suite, pixels, labels) for pixels in (images, *noisy))
+    key = "fd_classifier"
+    assert abs(invisible[key] - real[key]) < 0.1 * real[key]
+    assert visible[key] > 2 * real[key]
+    assert abs(invisible["label_accuracy"] - real["label_accuracy"]) < 0.05
+    assert real["fd_classifier_held_out"] == pytest.approx(0, abs=1e-6)
+    assert invisible["fd_classifier_held_out"] > 0
+
+
 def test_features_have_a_scale(suite, reference):
     outputs = suite.detector(reference[0])
     features, classes = outputs["hidden"], outputs["classes"]
