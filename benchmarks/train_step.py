@@ -47,7 +47,7 @@ PLAIN_SUPPORTS = {
     "class_dropout_prob": 0.1,
     "num_prefix_tokens": 0,
     "router": {"_target_": "routing.random_router"},
-    "removal": True,
+    "window": "bypass",
     "fp32_after_route": False,
     "learn_sigma": False,
 }

@@ -30,6 +30,7 @@ class DiTBlock(nn.Module):
     """
 
     has_position_table = True  # the network adds a table to the tokens
+    allows_prefix = True  # the sequence may start with tokens that are not of the image
     # positions(head_size, grid_size, num_prefix_tokens) -> (L, ...) for `attn`, gathered like the tokens.
     positions: Callable[[int, int, int], torch.Tensor] | None = None
     norm = final_norm = staticmethod(partial(nn.LayerNorm, elementwise_affine=False, eps=1e-6))
@@ -62,6 +63,15 @@ class DiTBlock(nn.Module):
 
     def _mlp(self, hidden_size: int, mlp_ratio: float) -> nn.Module:
         return Mlp(hidden_size, int(hidden_size * mlp_ratio), act_layer=GELU)
+
+
+class SelfLogitBlock(DiTBlock):
+    """DiT block in which a token's own logit is corrected while others are missing: it weighs itself one of N."""
+
+    allows_prefix = False
+
+    def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> Mixer:
+        return Attention(hidden_size, num_heads, attention, full_length=num_tokens)
 
 
 class SprintBlock(DiTBlock):

@@ -24,8 +24,10 @@ from routing import (
     Route,
     Router,
     Routing,
+    end_route,
     gather_tokens,
     num_tokens_kept,
+    other_tokens,
     random_router,
     resolve_routes,
     start_route,
@@ -54,8 +56,10 @@ class DiT(Backbone):
         routes: windows of blocks that some of the tokens bypass; (): a plain DiT.
         router: selects the kept tokens, see `routing/routers`.
         rejoin: rejoin(pos_embed) builds the module that puts the tokens back, see `models/rejoin`.
-        removal: False: bypassing tokens stay in the window as context, and get their earlier state back at
-            its end (an ablation: the step is not cheaper).
+        window: what happens to bypassing tokens. `bypass`: they leave the window. `context`, an ablation:
+            they stay in it as context, and get their earlier state back at its end, so that the step is not
+            cheaper. `separate`, an ablation: they pass it as a second sequence, and the two cannot see each
+            other, so that only attention is cheaper.
         fp32_after_route: run the block after each route outside autocast, as the public TREAD code does.
         gradient_checkpointing: recompute each block in the backward pass: less memory, one more forward.
 
@@ -82,7 +86,7 @@ class DiT(Backbone):
         routes: Sequence[Route] = (),
         router: Router = random_router,
         rejoin: Callable[[torch.Tensor], nn.Module] = Bypass,
-        removal: bool = True,
+        window: str = "bypass",
         fp32_after_route: bool = False,
         gradient_checkpointing: bool = False,
     ):
@@ -103,11 +107,17 @@ class DiT(Backbone):
             raise ValueError(f"model.class_dropout_prob={class_dropout_prob} must be in [0, 1)")
         check_choice("model.init", init, ("adaln_zero", "xavier"))
         check_choice("model.attention", attention, ("auto", "sdpa", "explicit"))
+        check_choice("model.window", window, ("bypass", "context", "separate"))
+        if num_prefix_tokens and (window == "separate" or not block.allows_prefix):
+            rule = "0 with model.window=separate, and with model/block=self_logit"
+            raise ValueError(f"model.num_prefix_tokens={num_prefix_tokens} must be {rule}")
+        if window == "separate" and rejoin is not Bypass:
+            raise ValueError("model.window=separate must have model/rejoin=bypass")
         self.patch_size, self.in_channels = patch_size, in_channels
         self.latent_shape = (in_channels, input_size, input_size)
         self.num_classes, self.class_dropout_prob = num_classes, class_dropout_prob
         self.num_prefix_tokens = num_prefix_tokens
-        self.routes, self.router, self.removal = resolve_routes(routes, depth), router, removal
+        self.routes, self.router, self.window = resolve_routes(routes, depth), router, window
         self.fp32_after_route, self.gradient_checkpointing = fp32_after_route, gradient_checkpointing
 
         out_channels = 2 * in_channels if learn_sigma else in_channels
@@ -190,6 +200,7 @@ class DiT(Backbone):
         table = self.positions  # (1, L, ...) or None
         arguments = dense_arguments = (c, table)  # what a block takes besides x
         i, end_idx, ids_keep, original, skipping, after_route = 0, None, None, None, False, False
+        rest = ids_rest = None  # the second sequence of window=separate, and its positions
         for idx, block in enumerate(self.blocks):
             if idx in starts:
                 i = starts[idx]
@@ -198,17 +209,23 @@ class DiT(Backbone):
                 if 0 < ratios[i] < 1:
                     ids_keep = routing.ids_keep(i, ratios[i], x[:, P:], self.router, generator)  # (N, K)
                     ids_keep = with_prefix(ids_keep, P)  # (N, P + K)
-                    if self.removal:
+                    if self.window == "separate":
+                        ids_rest = other_tokens(ids_keep, x.shape[1])  # (N, T - K)
+                        rest = start_route(x, ids_rest)  # (N, T - K, D)
+                    if self.window != "context":
                         x = start_route(x, ids_keep)  # (N, P + K, D)
-                        positions = None if table is None else gather_tokens(table, ids_keep)
-                        arguments = (c if c.shape[1] == 1 else gather_tokens(c, ids_keep), positions)
+                        arguments = self._at(ids_keep, c)
             if not skipping:
                 x = self._run(block, x, *arguments, fp32=after_route and self.fp32_after_route)
+                if rest is not None and ids_rest is not None:
+                    rest = self._run(block, rest, *self._at(ids_rest, c), fp32=False)
             after_route = False
             if idx == end_idx:
                 after_route = ids_keep is not None
-                if ids_keep is not None and not self.removal:
+                if ids_keep is not None and self.window == "context":
                     x = start_route(x, ids_keep)  # (N, P + K, D)
+                if rest is not None and ids_rest is not None:
+                    original, rest = end_route(rest, ids_rest, original), None  # (N, T, D)
                 x = self.rejoins[i](None if skipping else x, ids_keep, original, generator)  # (N, L, D)
                 arguments, skipping = dense_arguments, False
         x = self.final_layer(x[:, P:], c[:, P:] if c.shape[1] > 1 else c)  # (N, T, p * p * out_channels)
@@ -216,12 +233,13 @@ class DiT(Backbone):
 
     def flops(self, num_kept: Sequence[int]) -> Flops:
         T, P = self.num_tokens, self.num_prefix_tokens
-        lengths = [P + T] * len(self.blocks)
+        lengths = [[P + T]] * len(self.blocks)  # of the sequences of each block
         for route, kept in zip(self.routes, num_kept, strict=True):
+            sequences = [P + kept, *([T - kept] if self.window == "separate" and kept < T else [])]
             for idx in range(route.start_layer_idx, route.end_layer_idx + 1):
-                if self.removal or kept == 0:  # 0: the window is skipped
-                    lengths[idx] = P + kept if kept else 0
-        blocks = [block.flops(n) if n else 0 for block, n in zip(self.blocks, lengths, strict=True)]
+                if self.window != "context" or kept == 0:  # 0: the window is skipped
+                    lengths[idx] = sequences if kept else []
+        blocks = [sum(map(block.flops, each)) for block, each in zip(self.blocks, lengths, strict=True)]
         rejoins = (P + T) * linear_flops(self.rejoins)
         first = 2 * T * self.x_embedder.proj.weight.numel() + linear_flops(self.t_embedder.mlp[0])
         last = T * linear_flops(self.final_layer.linear) + linear_flops(self.final_layer.adaLN_modulation)
@@ -231,6 +249,11 @@ class DiT(Backbone):
         after = [r.end_layer_idx + 1 for r, kept in zip(self.routes, num_kept, strict=True) if kept < T]
         fp32 = sum(blocks[idx] for idx in after if idx < len(blocks)) if self.fp32_after_route else 0
         return Flops(forward, training, (4 if self.gradient_checkpointing else 3) * fp32)
+
+    def _at(self, ids: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what a block takes besides the tokens at positions `ids` (N, K)."""
+        positions = None if self.positions is None else gather_tokens(self.positions, ids)
+        return (c if c.shape[1] == 1 else gather_tokens(c, ids)), positions
 
     def _embed(self, x: torch.Tensor) -> torch.Tensor:
         # fp32: autocast must not make the residual stream bf16. Contiguous: the patches are a transposed view

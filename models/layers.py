@@ -27,11 +27,18 @@ def resolve_attention(backend: str, device_type: str, dtype: torch.dtype) -> str
     return "explicit" if device_type == "cpu" and dtype == torch.bfloat16 else "sdpa"
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-    """Return softmax(q k^T / sqrt(d)) v for q, k, v (N, H, L, d); see `Attention` for the backends."""
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    backend: str = "auto",
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return softmax(q k^T / sqrt(d) + bias) v for q, k, v (N, H, L, d) and bias (L, L), see `Attention`."""
     if resolve_attention(backend, v.device.type, v.dtype) == "sdpa":
-        return F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, bias)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (N, H, L, L)
+    scores = scores if bias is None else scores + bias
     return scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
 
 
@@ -52,11 +59,19 @@ class Attention(nn.Module):
         attention: `sdpa`: torch's fused kernel; `explicit`: two matrix products with a softmax in fp32
             between them; `auto`: chosen by device and precision, see `resolve_attention`.
         qk_norm: RMSNorm of queries and keys, with a learned scale for each channel of a head.
+        full_length: N: correct each token's own logit in sequences that are shorter; None: do not.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, attention: str, qk_norm: bool = False):
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        attention: str,
+        qk_norm: bool = False,
+        full_length: int | None = None,
+    ):
         super().__init__()
-        self.num_heads, self.backend = num_heads, attention
+        self.num_heads, self.backend, self.full_length = num_heads, attention, full_length
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.q_norm = nn.RMSNorm(hidden_size // num_heads, eps=1e-6) if qk_norm else None
         self.k_norm = nn.RMSNorm(hidden_size // num_heads, eps=1e-6) if qk_norm else None
@@ -71,8 +86,16 @@ class Attention(nn.Module):
             q, k = self.q_norm(q.float()), self.k_norm(k.float())
         if rope is not None:
             q, k = (apply_rot_embed_cat(z, rope.unsqueeze(1)) for z in (q, k))
-        x = attention(q.to(v.dtype), k.to(v.dtype), v, self.backend).transpose(1, 2).reshape(N, L, D)
-        return self.proj(x)
+        x = attention(q.to(v.dtype), k.to(v.dtype), v, self.backend, self._bias(L, v))  # (N, H, L, d)
+        return self.proj(x.transpose(1, 2).reshape(N, L, D))
+
+    def _bias(self, length: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Return what is added to the logits (L, L): a token keeps the weight that it has among N tokens."""
+        if self.full_length is None or not 1 < length < self.full_length:
+            return None
+        # log((K - 1) / (N - 1)) on the diagonal
+        own = math.log((length - 1) / (self.full_length - 1))
+        return own * torch.eye(length, dtype=like.dtype, device=like.device)
 
     def flops(self, length: int) -> int:
         """Return the FLOPs of the matrix products for one sample."""

@@ -13,6 +13,7 @@ from routing.tokens import (
     end_route,
     gather_tokens,
     num_tokens_kept,
+    other_tokens,
     sample_ids_keep,
     start_route,
     with_prefix,

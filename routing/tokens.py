@@ -73,6 +73,13 @@ def keep_lowest(cost: torch.Tensor, num_kept: int, force_keep: torch.Tensor | No
     return order[:, :num_kept].sort(dim=1).values  # (N, K)
 
 
+def other_tokens(ids_keep: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Return the positions (N, T - K) of the tokens that are not kept, ascending."""
+    is_kept = torch.zeros(len(ids_keep), num_tokens, dtype=torch.uint8, device=ids_keep.device)
+    order = is_kept.scatter(1, ids_keep, 1).argsort(dim=1, stable=True)  # (N, T)
+    return order[:, : num_tokens - ids_keep.shape[1]]
+
+
 def with_prefix(ids_keep: torch.Tensor, num_prefix_tokens: int) -> torch.Tensor:
     """Return the positions (N, P + K) in a sequence that starts with P prefix tokens, which are all kept."""
     if not num_prefix_tokens:

@@ -319,7 +319,7 @@ def scores_of(file: Path, num_samples: int) -> dict[str, Any]:
     record = read_json(file)
     drawn = record["samples"]["drawn"]
     scale = drawn["guidance"].get("guidance_scale")
-    guidance = UNGUIDED if scale is None else f"guidance=cfg guidance_scale={scale:g}"
+    guidance = UNGUIDED if scale in (None, 1) else f"guidance=cfg guidance_scale={scale:g}"
     step = int(Path(drawn["checkpoint"]).stem.removeprefix("step_"))
     noise = drawn["first_seed"] // num_samples % NUM_NOISES
     return {"step": step, "guidance": guidance, "noise": noise, **record["values"]}

@@ -3,7 +3,15 @@
 import torch
 
 from models import DiT
-from models.blocks import DiTBlock, LightningBlock, MambaBlock, ModernBlock, RWKVBlock, SprintBlock
+from models.blocks import (
+    DiTBlock,
+    LightningBlock,
+    MambaBlock,
+    ModernBlock,
+    RWKVBlock,
+    SelfLogitBlock,
+    SprintBlock,
+)
 from routing import Route
 
 PAPER = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)
@@ -12,7 +20,7 @@ SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152
 
 
 BLOCKS = {"dit": DiTBlock, "sprint": SprintBlock, "modern": ModernBlock, "lightning": LightningBlock}
-BLOCKS |= {"mamba": MambaBlock, "rwkv": RWKVBlock}
+BLOCKS |= {"mamba": MambaBlock, "rwkv": RWKVBlock, "self_logit": SelfLogitBlock}
 
 
 def small_dit(routes=(), num_classes=10, depth=8, block="dit", **arguments):

@@ -53,7 +53,7 @@ RECIPE = {
         "num_prefix_tokens": 0,
         "router": {"_target_": "routing.random_router"},
         "rejoin": {"_target_": "models.rejoin.Bypass"},
-        "removal": True,
+        "window": "bypass",
         "fp32_after_route": False,
         "gradient_checkpointing": False,
     },
@@ -389,7 +389,7 @@ def test_ablation_arms_differ_only_in_what_their_name_says():
     assert arms["dense"] == written("model=dit")
     for name, changes in {
         "tread": {},
-        "no_removal": {"model": {"removal": False}},
+        "no_removal": {"model": {"window": "context"}},
         "fp32_after_route": {"model": {"fp32_after_route": True}},
         "kept_loss": {"train": {"kept_tokens_only": True}},
         "token_drop": {"model": to_end, "train": {"kept_tokens_only": True}},

@@ -18,12 +18,14 @@ VARIANTS = [
     {"block": "rwkv"},
     {"block": "modern", "num_prefix_tokens": 3},
     {"learn_sigma": True, "mlp_ratio": 3.0},
-    {"removal": False},
+    {"window": "context"},
+    {"window": "separate"},
+    {"block": "self_logit"},
     {"gradient_checkpointing": True},
     {"num_classes": 0},
     {"rejoin": Fuse},
     {"rejoin": Mask},
-    {"rejoin": Fuse, "num_prefix_tokens": 3, "removal": False},
+    {"rejoin": Fuse, "num_prefix_tokens": 3, "window": "context"},
 ]
 
 

@@ -54,7 +54,7 @@ ROUTERS = (random_router, partial(norm_router, weight=0.5), norm_router, grid_ro
 REJOINS = {"bypass": Bypass, "fuse": partial(Fuse, path_drop_prob=0.0), "mask": Mask}
 FUSED = {"router": grid_router, "rejoin": Fuse}
 OPTIONS = [{}, {"router": ROUTERS[1]}, FUSED, {"rejoin": Mask}]
-OPTIONS += [{"removal": False}, {"gradient_checkpointing": True}]
+OPTIONS += [{"window": "context"}, {"window": "separate"}, {"gradient_checkpointing": True}]
 EACH_ONCE = [(variant, {}) for variant in VARIANTS] + [(VARIANTS[-1], options) for options in OPTIONS[1:]]
 TWO_ROUTES = (Route(0.5, 1, 3), Route(0.3, 4, -2))
 # Up to 0.85: a single kept token attends to itself alone, and queries and keys rightly get no gradient.
@@ -218,11 +218,11 @@ def test_ratio_zero_is_bitwise_dense_for_any_routes(variant, windows):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("removal", [True, False])
+@pytest.mark.parametrize("window", ["bypass", "context"])
 @settings(max_examples=10, deadline=None)
 @given(windows=WINDOWS, seed=st.integers(0, 2**32), router=st.sampled_from(ROUTERS))
-def test_gradient_reaches_every_token_and_parameter(variant, removal, windows, seed, router):
-    net = small_dit(routes_from(windows), removal=removal, router=router, **variant).train()
+def test_gradient_reaches_every_token_and_parameter(variant, window, windows, seed, router):
+    net = small_dit(routes_from(windows), window=window, router=router, **variant).train()
     x, c_noise, labels = small_batch()
     x.requires_grad_()
     force_keep = masks_of(x, seed=seed)
@@ -259,7 +259,7 @@ def test_forced_tokens_stay_and_a_full_mask_does_not_change_the_others():
 
 
 def test_without_removal_the_window_sees_all_tokens():
-    net = small_dit([PAPER], removal=False).train()
+    net = small_dit([PAPER], window="context").train()
     _, ids_keep, before, (*window, (after, c, _)) = window_of(net, small_batch())
     assert [args[0].shape[1] for args in window] == [16, 16, 16]
     dense = before
