@@ -107,18 +107,11 @@ class ExcessLoss(DenseLoss):
 
     Args:
         posterior_mean: posterior_mean(x_t, alpha, sigma, class_labels or None) -> D*.
+        others: loss_fn, batches, total and device, see DenseLoss.
     """
 
-    def __init__(
-        self,
-        posterior_mean: Callable[..., torch.Tensor],
-        denoiser: nn.Module,
-        loss_fn: Any,
-        batches: Callable[[], Iterator[Batch]],
-        total: Callable[[torch.Tensor], torch.Tensor],
-        device: torch.device,
-    ):
-        super().__init__({"excess": denoiser}, loss_fn, batches, total, device, ["excess"])
+    def __init__(self, posterior_mean: Callable[..., torch.Tensor], denoiser: nn.Module, *others: Any):
+        super().__init__({"excess": denoiser}, *others, by_level=["excess"])
         self.posterior_mean = posterior_mean
 
     @property
