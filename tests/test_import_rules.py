@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "builders": ROOMS,
     "reports": {"reports", "training", "runtime"},
     "examples": ROOMS | {"examples"},
-    "benchmarks": ROOMS | {"benchmarks", "examples"} | ENTRY_POINTS,
+    "benchmarks": ROOMS | {"benchmarks"},
     "study": ROOMS | {"study", "benchmarks", "reports"},
     "tests": OWN,
     **dict.fromkeys(ENTRY_POINTS, ROOMS),
@@ -216,7 +216,7 @@ def test_no_file_of_the_project_names_an_absolute_path():
 # Lines of each room, so that it stays readable. To raise a number, give the reason in a comment.
 BUDGET = {
     "programs": 270,
-    "benchmarks": 1712,
+    "benchmarks": 1460,
     "builders": 2725,  # drawing, which was in diffusion before
     "data": 2828,
     "diffusion": 1755,
