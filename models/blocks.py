@@ -66,7 +66,7 @@ class DiTBlock(nn.Module):
 
 
 class SelfLogitBlock(DiTBlock):
-    """DiT block in which a token's own logit is corrected while others are missing: it weighs itself one of N."""
+    """DiT block that corrects a token's own logit while others are missing: it weighs itself one of N."""
 
     allows_prefix = False
 

@@ -376,7 +376,7 @@ def test_every_known_route_composes_at_a_depth_where_it_fits(routes):
 def test_every_block_composes_and_builds(block):
     _, net = built(f"model/block={block}")
     assert isinstance(net.blocks[0], BLOCKS[block])
-    assert (net.positions is None) == (block in ("dit", "rwkv"))
+    assert (net.positions is None) == (block in ("dit", "self_logit", "rwkv"))
 
 
 def test_ablation_arms_differ_only_in_what_their_name_says():

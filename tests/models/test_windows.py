@@ -149,8 +149,9 @@ def test_a_token_weighs_itself_as_among_all_tokens(attention, checkpointing):
     net, batch, noise = case(gradient_checkpointing=checkpointing, **options)
     output = net(*batch, routing=Routing(noise=[noise]))
     expected = by_hand(net, batch, noise, corrected)
-    assert torch.allclose(output, expected, rtol=1e-11, atol=1e-11)
-    assert_same(gradients(net, output, batch[0]), gradients(net, expected, batch[0]))
+    tolerance = 1e-11 if attention == "sdpa" else 1e-5  # the softmax of explicit attention is fp32
+    assert torch.allclose(output, expected, rtol=tolerance, atol=tolerance)
+    assert_same(gradients(net, output, batch[0]), gradients(net, expected, batch[0]), tolerance)
     plain = by_hand(net, batch, noise, partial(corrected_without, net))
     assert not torch.allclose(output, plain, rtol=1e-3, atol=1e-3)
 
