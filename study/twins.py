@@ -48,7 +48,7 @@ LOSS = "val_loss_dense_ema"
 SCORES = (LOSS, "val_loss_optimal", "excess", "sharpening", "fd_pixel", "fd_pixel_held_out", "memorised")
 SCORES += ("fd_classifier", "fd_classifier_held_out", "label_accuracy", "precision", "recall")
 TIME_IS_UP = "time is up: run the same command again to resume"
-STOPPED = 3  # exit status if a limit stopped a training
+STOPPED, GRACE_SEC = 3, 60  # exit status if a limit stopped trainings; they end this long before it
 ROUTED = ("model=tread",)
 TWINS = {"dense": ("model=dit",), "routed": ROUTED}
 NO_REMOVAL = {"no removal": (*ROUTED, "model.window=context")}
@@ -273,12 +273,15 @@ class Work:
             f"train.keep_last={steps // every}",
         ]
         if self.deadline < math.inf:
-            keys.append(f"train.max_time_sec={max(1, round(self.deadline - time.monotonic()))}")
-        start_program("train.py", Path(f"{run}.log"), *keys, on_cpu=not study.gpu)
+            keys.append(f"train.max_time_sec={max(1, round(self.deadline - GRACE_SEC - time.monotonic()))}")
+        try:
+            start_program("train.py", Path(f"{run}.log"), *keys, on_cpu=not study.gpu)
+        except OSError as error:
+            if time.monotonic() > self.deadline - GRACE_SEC:
+                raise OSError(TIME_IS_UP) from error
+            raise
         shared = {"arm": arm, "seed": seed, "lr": f"{lr:g}", "part": "search" if search else "training"}
         rows = [{**shared, **row} for row in evaluations_of(run)]
-        if not rows or rows[-1]["step"] < steps:
-            raise OSError(TIME_IS_UP)
         if study.scales and not search:
             costs = {row["step"]: row["gflop"] for row in rows}
             best = min(rows, key=lambda row: row[LOSS])["step"]
