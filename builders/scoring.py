@@ -17,7 +17,7 @@ from evaluation import ArrayImages, Reference, Suite, open_reference
 from evaluation.files import fingerprint
 from evaluation.suite import Scores
 from runtime.arrays import ZIP_ERRORS, read_member
-from runtime.config import compose_group
+from runtime.config import compose_group, is_sweep
 from runtime.errors import check_choice, check_positive
 from runtime.files import read_json
 from runtime.launch import Launch
@@ -137,11 +137,24 @@ def check_request(request: ScoreConfig) -> tuple[ScoreConfig, Node, Experiment |
     return request, suite, experiment
 
 
+OPENED: dict[str, Suite] = {}  # the newest suite of a sweep, with its fitted detector and reference features
+
+
 def open_suite(node: Node, request: ScoreConfig, out: Path, launch: Launch) -> Suite:
-    """Build the requested suite with its reference: a file, or latents for other suites."""
+    """Build the requested suite with its reference: a file, or latents for other suites.
+
+    Jobs of a sweep that differ in their samples share the suite.
+    """
     path, of_file = str(request.reference), node.arguments.get("reference") is not None
+    folder = request.features_folder(out)
+    key = digest_of({"suite": node.written, "reference": path, "features": str(folder)})
+    if is_sweep() and key in OPENED:
+        return OPENED[key]
     reference = open_reference(Path(path), open_images) if of_file else of_latents(path)
-    return build_suite(node, reference, launch, request.features_folder(out))
+    suite = build_suite(node, reference, launch, folder)
+    OPENED.clear()
+    OPENED[key] = suite
+    return suite
 
 
 class FileSamples:

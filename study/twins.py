@@ -97,7 +97,7 @@ E1 = TWINS | NO_REMOVAL | TOKEN_DROP
 E3 = TWINS | NO_REMOVAL | MECHANISM
 STUDIES = {
     "digits-200": Study(
-        *("digits", (*FINITE, "data.num_images=200", "model.hidden_size=64"), E1, 6000, 0.004),
+        *("digits", (*FINITE, "data.num_images=200", "model.hidden_size=64"), E1, 6000, 0.008),
         *(3000, (100, 101, 102), (0, 1, 2, 3, 4), 24, (1.5, 2.0)),
     ),
     "digits-1500": Study(
@@ -236,10 +236,10 @@ class Work:
     def _next_searches(self, arm: str) -> list[tuple[int, float]]:
         """Return the seeds and rates that the search of an arm needs next; []: its optimum is found."""
         seeds = self.study.search_seeds[:1] if self.request.tiny else self.study.search_seeds
-        rates, losses = [self.study.lr], search_losses(self._rows(), arm)
-        if losses:
-            best = min(losses, key=losses.get)
-            rates = [rate for rate in (best / 2, best, best * 2) if rate <= MAX_LR and not self.request.tiny]
+        losses = search_losses(self._rows(), arm)
+        best = min(losses, key=losses.get) if losses else self.study.lr
+        around = (best,) if self.request.tiny else (best / 2, best, best * 2)
+        rates = [rate for rate in around if rate <= MAX_LR]
         searched = {(int(r["seed"]), float(r["lr"])) for r in searches_of(self._rows(), arm)}
         return [(seed, lr) for lr in rates for seed in seeds if (seed, float(f"{lr:g}")) not in searched]
 
@@ -297,12 +297,13 @@ class Work:
         noises, samples = (1, 20) if self.request.tiny else (self.study.noises, NUM_SAMPLES)
         first = seed * NUM_NOISES * samples
         chosen = [best, self.steps, self.equal[arm]]
-        quarters = [self._evaluated(share * self.steps) for share in (0.25, 0.5, 0.75)]
+        quarters = {self._evaluated(share * self.steps) for share in (0.25, 0.5, 0.75)}
+        chosen += quarters if noises == 1 else ()
         seeds = ",".join(str(first + noise * samples) for noise in range(noises))
         one = [f"first_seed={first}"]
         scales = ",".join(map(str, self.study.scales))
         sweeps = [[f"checkpoint={listed(chosen)}", f"first_seed={seeds}"]]
-        sweeps += [[f"checkpoint={listed(rest)}", *one]] if (rest := {*quarters} - {*chosen}) else []
+        sweeps += [[f"checkpoint={listed(rest)}", *one]] if (rest := quarters - {*chosen}) else []
         sweeps += [[f"checkpoint={self.steps}", "guidance=cfg", f"guidance_scale={scales}", *one]]
         shared = [f"run={run}", f"suite={self.study.data}", f"reference={run.parent / self.name}"]
         shared += [f"num_samples={samples}", f"num_steps={2 if self.request.tiny else NUM_STEPS}"]

@@ -44,7 +44,7 @@ def searched(arm, lr, seed, loss):
 
 @pytest.fixture
 def work(tmp_path):
-    """The work of a study whose search starts at 0.004 and takes the seeds 100 to 102."""
+    """The work of a study whose search starts at 0.008 and takes the seeds 100 to 102."""
     header = {"device": "cpu", "processor": "x", "versions": {"torch": "0"}, "commit": "x"}
     header |= {"uncommitted_changes": False, "tiny": False}
     request = twins.parse([str(tmp_path), "digits-200", "--arms", "dense", "routed"])
@@ -53,7 +53,7 @@ def work(tmp_path):
     )
 
 
-@pytest.mark.parametrize("best", [0.001, 0.004, 0.016])
+@pytest.mark.parametrize("best", [0.001, 0.008, 0.032])
 def test_a_search_doubles_or_halves_the_rate_until_the_best_is_not_at_an_end(work, best):
     tried = []
     while units := work._next_searches("dense"):
@@ -65,7 +65,7 @@ def test_a_search_doubles_or_halves_the_rate_until_the_best_is_not_at_an_end(wor
     assert rates == [rates[0] * 2**i for i in range(len(rates))], "no rate is left out"
     assert sorted(tried) == [(seed, lr) for seed in (100, 101, 102) for lr in rates]
     assert twins.chosen_lr(work.record.rows, "dense") == best
-    assert work._next_searches("routed") == [(seed, 0.004) for seed in (100, 101, 102)]
+    assert len(work._next_searches("routed")) == 9
 
 
 def test_a_rate_is_chosen_by_its_mean_over_seeds():
@@ -121,10 +121,10 @@ def test_a_study_is_searched_trained_and_scored_and_not_done_again(tmp_path):
     (file,) = tmp_path.glob("twins_digits-200_*.csv")
     rows = read_results(file)
     searches, trained = ([row for row in rows if row["part"] == part] for part in ("search", "training"))
-    assert [(row["seed"], row["lr"]) for row in searches] == [("100", "0.004")]
+    assert [(row["seed"], row["lr"]) for row in searches] == [("100", "0.008")]
     losses, samples = ([row for row in trained if bool(row["noise"]) == drawn] for drawn in (False, True))
     assert [row["step"] for row in losses] == ["2", "4"] and all(float(row[twins.LOSS]) > 0 for row in losses)
-    assert {row["lr"] for row in trained} == {"0.004"}
+    assert {row["lr"] for row in trained} == {"0.008"}
     guided = {row["guidance"] for row in samples} - {"none"}
     assert guided == {f"guidance=cfg guidance_scale={scale:g}" for scale in (1.5, 2)}
     assert {row["step"] for row in samples if row["guidance"] == "none"} == {"2", "4"}
