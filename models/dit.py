@@ -199,8 +199,8 @@ class DiT(Backbone):
         c = self._condition(c_noise, class_labels, generator)  # (N, 1 or L, D)
         table = self.positions  # (1, L, ...) or None
         arguments = dense_arguments = (c, table)  # what a block takes besides x
-        i, end_idx, ids_keep, original, skipping, after_route = 0, None, None, None, False, False
-        rest = ids_rest = None  # the second sequence of window=separate, and its positions
+        i, end_idx, ids_keep, original, skipping, after_route = 0, None, None, x, False, False
+        other = None  # the second sequence of window=separate, and its positions
         for idx, block in enumerate(self.blocks):
             if idx in starts:
                 i = starts[idx]
@@ -210,22 +210,22 @@ class DiT(Backbone):
                     ids_keep = routing.ids_keep(i, ratios[i], x[:, P:], self.router, generator)  # (N, K)
                     ids_keep = with_prefix(ids_keep, P)  # (N, P + K)
                     if self.window == "separate":
-                        ids_rest = other_tokens(ids_keep, x.shape[1])  # (N, T - K)
-                        rest = start_route(x, ids_rest)  # (N, T - K, D)
+                        ids_other = other_tokens(ids_keep, x.shape[1])  # (N, T - K)
+                        other = start_route(x, ids_other), ids_other
                     if self.window != "context":
                         x = start_route(x, ids_keep)  # (N, P + K, D)
                         arguments = self._at(ids_keep, c)
             if not skipping:
                 x = self._run(block, x, *arguments, fp32=after_route and self.fp32_after_route)
-                if rest is not None and ids_rest is not None:
-                    rest = self._run(block, rest, *self._at(ids_rest, c), fp32=False)
+                if other is not None:
+                    other = self._run(block, other[0], *self._at(other[1], c), fp32=False), other[1]
             after_route = False
             if idx == end_idx:
                 after_route = ids_keep is not None
                 if ids_keep is not None and self.window == "context":
                     x = start_route(x, ids_keep)  # (N, P + K, D)
-                if rest is not None and ids_rest is not None:
-                    original, rest = end_route(rest, ids_rest, original), None  # (N, T, D)
+                if other is not None:
+                    original, other = end_route(*other, original), None  # (N, T, D)
                 x = self.rejoins[i](None if skipping else x, ids_keep, original, generator)  # (N, L, D)
                 arguments, skipping = dense_arguments, False
         x = self.final_layer(x[:, P:], c[:, P:] if c.shape[1] > 1 else c)  # (N, T, p * p * out_channels)

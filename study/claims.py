@@ -21,7 +21,7 @@ from benchmarks.processes import program_parser
 from benchmarks.results import markdown, read_environment, read_results
 from runtime.files import atomic_write, write_text
 from runtime.provenance import PROJECT
-from study.records import DISTANCES, EXCESS, RATIOS, Effect, Records, compare, effect_of, holm
+from study.records import DISTANCES, EXCESS, RATIOS, Effect, Records, compare, effect_of, holm, score_of
 from study.twins import LOSS, STUDIES, UNGUIDED, search_losses
 
 SEEN, OPPOSITE, UNDECIDED, UNTESTABLE = "seen", "opposite seen", "undecided", "not testable here"
@@ -41,7 +41,16 @@ SCORES = (
 )
 REAL = ("real held-out", "real training")  # baselines that are no model
 SAME_DATA = {"depth": "mixture", "width": "mixture", "backbones": "digits", "glyphs-s2": "glyphs-50k"}
-FIGURE, FIGURE_STUDY = "assets/twins.png", "digits-200"
+FIGURE, FIGURE_ARMS = "assets/twins.png", ("dense", "routed", "no removal", "token drop")
+# Study -> the panels of its figure: score, title, axis. The figure shows the first study with records.
+PANELS = {
+    "digits-200": (
+        (LOSS, "loss on unseen digits", "steps"),
+        ("memorised", "copies of training images", "steps"),
+        ("fd_pixel_held_out", "Frechet distance to unseen digits", "training TFLOPs"),
+    ),
+    "mixture": tuple((EXCESS, "loss above the optimum", x) for x in ("steps", "training TFLOPs")),
+}
 
 
 class Finding(NamedTuple):
@@ -184,7 +193,7 @@ def failed_gates(records: Records, study: str, key: str) -> dict[str, str]:
 
 def _gate_a(records: Records, study: str, key: str) -> str:
     rows = baselines_of(records, study)
-    scores = {name: float(row[key]) for name, row in rows.items() if row.get(key) and name not in REAL}
+    scores = {name: score for name, row in rows.items() if name not in REAL and (score := score_of(row, key))}
     dense = [*(records.scores(study, "dense", key, "best") or records.scores(study, "dense", key)).values()]
     if not scores or not dense:
         return "no record"
@@ -294,7 +303,7 @@ def arms_table(records: Records, study: str) -> str:
     columns += [(key, "end", "best")] if key in DISTANCES else []
     rows: list[dict[str, Any]] = []
     for name, baseline in baselines_of(records, study).items():
-        cells = {key: f"{float(baseline[key]):.4g}" for key in keys if baseline.get(key)}
+        cells = {key: f"{score:.4g}" for key in keys if (score := score_of(baseline, key)) is not None}
         rows += [{"arm": f"*{name}*", **cells}] if cells else []
     for arm in records.arms(study):
         last = records.of(study, arm)[-1]
@@ -326,7 +335,7 @@ def page(records: Records) -> str:
     head = texts["head"].format(
         records=ours if records.of_project else "this folder", intervals=len(findings)
     )
-    figure = f"![{texts['figure']}]({FIGURE})" if records.rows[FIGURE_STUDY] else ""
+    figure = f"![{texts['figure']}]({FIGURE})" if figure_study(records) else ""
     parts = [head, texts["rehearsal"] if records.rehearsal else "", texts["cost"], scoreboard(records, True)]
     parts += [texts["open"], scoreboard(records, False), figure, texts["gates"], gates_table(records)]
     parts += [texts["searches"], searches_table(records), texts["arms"]]
@@ -334,54 +343,44 @@ def page(records: Records) -> str:
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
+def figure_study(records: Records) -> str | None:
+    """Return the study that the figure shows: the first of PANELS with records; None without one."""
+    return next((study for study in PANELS if records.rows[study]), None)
+
+
 def draw(records: Records, file: Path) -> None:
-    """Plot held-out loss and copies against steps, and the distance to held-out data against FLOPs."""
+    """Plot scores of a study against steps and FLOPs, with the baselines' as horizontal lines."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import ScalarFormatter
 
-    study = FIGURE_STUDY
-    panels = ((LOSS, "loss on unseen digits"), ("memorised", "copies of training images"))
-    panels += (("fd_pixel_held_out", "Frechet distance to unseen digits"),)
-    figure, axes_of = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    for axes, (key, title) in zip(axes_of, panels, strict=True):
-        by_flops = key not in (LOSS, "memorised")
-        for i, arm in enumerate(records.arms(study)):
-            curves = [
-                {point[0]: point for point in points} for points in records.curve(study, arm, key).values()
-            ]
-            steps = sorted(set.intersection(*map(set, curves))) if curves else []
-            if not steps:
-                continue
-            x = [curves[0][step][1] / 1e3 if by_flops else step for step in steps]
-            y = [[curve[step][2] for curve in curves] for step in steps]
-            axes.plot(x, [mean(v) for v in y], ".-", color=f"C{i}", label=arm)
-            axes.fill_between(
-                x, [min(v) for v in y], [max(v) for v in y], color=f"C{i}", alpha=0.2, linewidth=0
-            )
-        for i, (name, row) in enumerate(baselines_of(records, study).items()):
-            if row.get(key) and key != "memorised":
-                axes.axhline(
-                    float(row[key]), color="0.4", linewidth=1, linestyle=("-", "--", ":", "-.")[i % 4]
-                )
-                axes.text(
-                    1,
-                    float(row[key]),
-                    f" {name}",
-                    transform=axes.get_yaxis_transform(),
-                    fontsize=7,
-                    va="center",
-                )
-        axes.set(title=title, xlabel="training TFLOPs" if by_flops else "steps", xscale="log")
-        axes.set_yscale("linear" if key == "memorised" else "log")
+    study = figure_study(records)
+    panels = PANELS[study]
+    figure, all_axes = plt.subplots(
+        1, len(panels), figsize=(4.2 * len(panels), 3.6), layout="constrained", squeeze=False
+    )
+    for axes, (key, title, x) in zip(all_axes[0], panels, strict=True):
+        for i, arm in enumerate(arm for arm in FIGURE_ARMS if arm in records.arms(study)):
+            curves = [*records.curve(study, arm, key).values()]
+            costs = [point[0] if x == "steps" else point[1] / 1e3 for point in curves[0]] if curves else []
+            scores = [[point[2] for point in points] for points in zip(*curves, strict=True)]
+            axes.plot(costs, [mean(values) for values in scores], ".-", color=f"C{i}", label=arm)
+            bounds = [min(values) for values in scores], [max(values) for values in scores]
+            axes.fill_between(costs, *bounds, color=f"C{i}", alpha=0.2, linewidth=0)
+        for name, row in baselines_of(records, study).items():
+            level = score_of(row, key)
+            if level and key != "memorised" and name != "class means":
+                axes.axhline(level, color="0.4", linewidth=1, linestyle="--" if name in REAL else ":")
+                text = {"transform": axes.get_yaxis_transform(), "fontsize": 7, "va": "bottom"}
+                axes.text(0.01, level, name, color="0.3", **text)
+        axes.set(title=title, xlabel=x, xscale="log", yscale="linear" if key == "memorised" else "log")
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(ScalarFormatter())
-            axis.set_minor_formatter(ScalarFormatter())
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}")
         axes.tick_params(which="both", labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
-    axes_of[0].legend(frameon=False, fontsize=8)
+    all_axes[0][0].legend(frameon=False, fontsize=8)
     with atomic_write(file) as partial:
         figure.savefig(partial, dpi=130, format="png")
     plt.close(figure)
@@ -397,7 +396,7 @@ def main() -> None:
     records, out = (Records(folder), folder) if folder else (Records(), PROJECT)
     (out / "assets").mkdir(exist_ok=True)
     write_text(out / "CLAIMS.md", page(records))
-    if records.rows[FIGURE_STUDY]:
+    if figure_study(records):
         draw(records, out / FIGURE)
     print(scoreboard(records, False))
     print(f"written: {out / 'CLAIMS.md'}")
