@@ -57,7 +57,7 @@ twins: setup ## run or resume the twin study and write its page (one or two days
 soak: setup ## kill trainings of four kinds 100 times each at random moments, and check that they resume (an hour)
 	$(BIN)/python -m tests.faults.soak $(SOAK_ARGS)
 
-gpu: setup ## run checks and benchmarks on a GPU, results in OUT (about an hour on an H200); ARGS=--tiny: on a CPU
+gpu: setup ## run checks, benchmarks and twins on a GPU, results in OUT (about an hour on an H200); ARGS=--tiny: on a CPU
 	$(BIN)/python -m benchmarks.gpu $(OUT) $(ARGS)
 
 lint: setup ## run ruff and basedpyright

@@ -1,7 +1,7 @@
 """Merge records of `benchmarks.gpu` into the project, and write the tables of README.md and RESULTS.md here.
 
 A table stands between `<!-- benchmarks.gpu NAME -->` and `<!-- end -->`. Do not edit it by hand. It is empty
-without a record.
+without a record. Records of twins belong to study/results/; `python -m study.claims` writes their page.
 """
 
 import re
@@ -36,7 +36,8 @@ def collect(out: Path, columns: Columns, project: Path, tiny: bool) -> None:
         out: a folder with records of `benchmarks.gpu`.
         project: the root of the project, or of a copy. Collect a rehearsal (`tiny`) into a copy.
     """
-    files = {file: read_environment(file) for file in sorted(out.glob("gpu_*.csv"))}
+    paths = sorted([*out.glob("gpu_*.csv"), *out.glob("twins_*.csv")])
+    files = {file: read_environment(file) for file in paths}
     if not files:
         raise ValueError(f"{out} has no record: run python -m benchmarks.gpu {out}")
     for file, header in files.items():
@@ -44,7 +45,8 @@ def collect(out: Path, columns: Columns, project: Path, tiny: bool) -> None:
             raise ValueError(f"{file} is {'not a rehearsal: omit' if tiny else 'a rehearsal: add'} --tiny")
     here = environment(torch.device("cpu"))
     for file, header in files.items():
-        target = project / "benchmarks" / "results" / file.name
+        room = "study" if file.name.startswith("twins_") else "benchmarks"
+        target = project / room / "results" / file.name
         rows = read_results(file)
         for row in rows:
             # A copy of the code without its history records a hash in place of the commit.

@@ -1,13 +1,14 @@
-"""All measurements that need a GPU, in one command: stages of at most eight minutes, recorded row by row.
+"""All measurements that need a GPU, in one command: stages with a time limit, recorded row by row.
 
     python -m benchmarks.gpu OUT                    all stages, in this order; an estimated hour on an H200
-    python -m benchmarks.gpu OUT step sample        some of check, step, sample, families
+    python -m benchmarks.gpu OUT step sample        some of check, step, sample, families, twins
     python -m benchmarks.gpu OUT --tiny             all stages in minutes, at sizes for a CPU
-    python -m benchmarks.gpu --collect OUT          copy records to benchmarks/results/, write tables to pages
+    python -m benchmarks.gpu --collect OUT          copy records to the project, write tables to pages
 
-OUT gets a record and a log of each stage, written after every row. Run the same command again to resume and
-to repeat failed settings. Settings that the project has recorded for the same device and torch are skipped
-unless `--again` is given. benchmarks/README.md explains each stage.
+A stage ends within eight minutes, `twins` within 31. OUT gets a record and a log of each stage, written after
+every row. Run the same command again to resume and to repeat failed settings. Settings that the project has
+recorded for the same device and torch are skipped unless `--again` is given (`twins`: settings recorded in
+OUT). benchmarks/README.md explains each stage.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from runtime.machine import start_process
 from runtime.provenance import PROJECT, environment
 from runtime.tables import aligned
 
-LIMIT_SEC, GRACE_SEC = 420, 60  # a stage starts no setting after LIMIT_SEC, and is killed GRACE_SEC later
+GRACE_SEC = 60  # a stage is killed this long after its limit
 TIME_IS_UP, DEVICE_FAILED = 3, 4
 ENDS = {
     0: "done",
@@ -58,23 +59,29 @@ STAGES = {
     "sample": Stage(sampling.plan, sampling.COLUMNS),
     "families": Stage(families.plan, families.COLUMNS),
 }
+# Stages that are separate programs, called as `python -m MODULE OUT ARGUMENTS --limit=SECONDS [--tiny]`.
+PROGRAMS = {"twins": ("study.twins", "glyphs-s2", "--jobs=4")}
+NAMES = (*STAGES, *PROGRAMS)
+LIMITS_SEC = dict.fromkeys(STAGES, 420) | {"twins": 1800}  # a stage starts no setting after its limit
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = program_parser("benchmarks.gpu", __doc__)
     parser.add_argument("out", type=Path, help="folder of the records")
-    parser.add_argument("stages", nargs="*", metavar="stage", help=f"{', '.join(STAGES)} (default: all)")
+    parser.add_argument("stages", nargs="*", metavar="stage", help=f"{', '.join(NAMES)} (default: all)")
     parser.add_argument("--tiny", action="store_true", help="rehearse the same code at small sizes")
-    parser.add_argument("--limit", type=float, default=LIMIT_SEC, help="seconds for each stage")
+    parser.add_argument("--limit", type=float, help="seconds for each stage (default: 420; twins: 1800)")
     parser.add_argument("--again", action="store_true", help="repeat settings that the project has recorded")
     parser.add_argument("--here", action="store_true", help="run one stage in this process, without a log")
     parser.add_argument("--collect", action="store_true", help="copy the records of OUT into the project")
     parser.add_argument("--into", type=Path, default=PROJECT, help="with --collect: a copy of the project")
     request = parser.parse_intermixed_args(arguments)
-    if unknown := set(request.stages) - set(STAGES):
-        parser.error(f"stage {', '.join(sorted(unknown))}: must be one of {', '.join(STAGES)}")
-    request.stages = request.stages or list(STAGES)
+    choices = STAGES if request.here else NAMES
+    if unknown := set(request.stages).difference(choices):
+        parser.error(f"stage {', '.join(sorted(unknown))}: must be one of {', '.join(choices)}")
+    request.stages = request.stages or list(choices)
+    request.limits = LIMITS_SEC if request.limit is None else dict.fromkeys(NAMES, request.limit)
     return request
 
 
@@ -86,10 +93,12 @@ def main() -> None:
         collect(request.out, columns, request.into, request.tiny)
         return
     request.out.mkdir(parents=True, exist_ok=True)
+    calls = [
+        (name, request.out, request.tiny, request.limits[name], request.again) for name in request.stages
+    ]
     if request.here:
-        sys.exit(run_stage(request.stages[0], request.out, request.tiny, request.limit, request.again))
-    options = ["--tiny"] * request.tiny + ["--again"] * request.again
-    ends = {name: run_apart(name, request.out, request.limit, *options) for name in request.stages}
+        sys.exit(run_stage(*calls[0]))
+    ends = {call[0]: run_apart(*call) for call in calls}
     for name, end in ends.items():
         print(f"\n{name}: {end}")
         for file in request.out.glob(f"gpu_{name}_*.csv"):
@@ -97,10 +106,11 @@ def main() -> None:
     sys.exit(any(end != "done" for end in ends.values()))
 
 
-def run_apart(name: str, out: Path, limit_sec: float, *options: str) -> str:
+def run_apart(name: str, out: Path, tiny: bool, limit_sec: float, again: bool = False) -> str:
     """Run a stage in a separate process, so that stages cannot break each other. Return its end in words."""
-    command = [sys.executable, "-m", "benchmarks.gpu", str(out), name, "--here", f"--limit={limit_sec}"]
-    command += options
+    module, *arguments = PROGRAMS.get(name) or ("benchmarks.gpu", name, "--here", *["--again"] * again)
+    command = [sys.executable, "-m", module, str(out), *arguments, f"--limit={limit_sec:g}"]
+    command += ["--tiny"] * tiny
     print(f"\n{name}: the log is {out / name}.log", flush=True)
     with (
         (out / f"{name}.log").open("ab") as log,

@@ -9,8 +9,9 @@ import torch
 
 from benchmarks import check, gpu
 from benchmarks.collect import PAGES, TABLE, collect, filled
-from benchmarks.results import RESULTS, Record, code_of, read_results, write_record
+from benchmarks.results import RESULTS, Record, code_of, read_environment, read_results, write_record
 from runtime.provenance import environment
+from study import twins
 from tests.programs import start
 from tests.runs import ROOT
 
@@ -131,7 +132,50 @@ def test_checks_of_tests_are_rows():
 
 def test_a_stage_that_does_not_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE_SEC", 0)
-    assert "killed within a row" in gpu.run_apart("sample", tmp_path, 0.5, "--tiny")
+    assert "killed within a row" in gpu.run_apart("sample", tmp_path, True, 0.5)
+
+
+def test_twins_come_last_and_have_their_own_limit():
+    request = gpu.parse(["out"])
+    assert request.stages == ["check", "step", "sample", "families", "twins"]
+    assert request.limits == dict.fromkeys(request.stages[:-1], 420) | {"twins": 1800}
+    assert set(gpu.parse(["out", "--limit=0"]).limits.values()) == {0}
+
+
+def test_a_program_of_its_own_cannot_run_here(capsys):
+    with pytest.raises(SystemExit):
+        gpu.parse(["out", "twins", "--here"])
+    assert "stage twins: must be one of check, step, sample, families\n" in capsys.readouterr().err
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Put a package `study` before the project's, whose `twins` prints its arguments and exits as given."""
+
+    def make(status):
+        (tmp_path / "study").mkdir()
+        (tmp_path / "study/__init__.py").touch()
+        text = f"import os, sys\nprint(sys.argv[1:], os.environ['TORCHINDUCTOR_CACHE_DIR'])\nexit({status})"
+        (tmp_path / "study/twins.py").write_text(text)
+        monkeypatch.setattr(gpu, "PROJECT", tmp_path)  # where the stages run
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "shared")
+
+    return make
+
+
+@pytest.mark.parametrize("status", [0, 1, 3])
+def test_twins_are_a_program_with_its_own_command_line(tmp_path, program, status):
+    program(status)
+    assert gpu.run_apart("twins", tmp_path, False, 1800, again=True) == gpu.ENDS[status]
+    assert gpu.run_apart("twins", tmp_path, True, 90.5) == gpu.ENDS[status]
+    expected = (["--limit=1800"], ["--limit=90.5", "--tiny"])
+    lines = [f"{[str(tmp_path), 'glyphs-s2', '--jobs=4', *options]} shared\n" for options in expected]
+    assert (tmp_path / "twins.log").read_text() == "".join(lines)
+
+
+def test_the_study_takes_the_command_line_of_its_stage():
+    request = twins.parse(["out", *gpu.PROGRAMS["twins"][1:], "--limit=1800", "--tiny"])
+    assert (request.studies, request.limit, request.tiny) == (["glyphs-s2"], 1800, True)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -167,6 +211,33 @@ def test_records_are_merged_setting_by_setting(tmp_path, project, monkeypatch):
     rows = [(row["setting"], row["commit"], row["failed"]) for row in read_results(file)]
     assert rows == [("a", old, ""), ("c", old, ""), ("b", new, ""), ("d", new, "it")]
     assert "at commit fedcba9, 0123456 (a rehearsal)" in (project / "benchmarks/RESULTS.md").read_text()
+
+
+def test_records_of_twins_are_merged_into_those_of_the_study(tmp_path, project, monkeypatch):
+    monkeypatch.setattr("benchmarks.collect.environment", lambda device: HERE | COMMIT)
+    results, old, new = project / "study" / "results", "fedcba9876", "0123456789"
+    first = "glyphs-s2: dense, lr 0.001, seed 0"
+    for folder, commit, settings in (
+        (results, old, {first: [2000, 8000], "glyphs-s2: routed, lr 0.001, seed 0": [8000]}),
+        (tmp_path, code_of(HERE), {first: [4000, 8000], "glyphs-s2: dense, lr 0.001, seed 1": [8000]}),
+    ):
+        record = Record("twins_glyphs-s2", folder, HERE | COMMIT)
+        record.commit = commit
+        for setting, steps in settings.items():
+            record.add(setting, [{"step": step} for step in steps])
+    collect(tmp_path, COLUMNS, project, tiny=True)
+    assert [file.name for file in project.rglob("*.csv")] == [record.file.name]
+    rows = [
+        (row["setting"].partition(": ")[2], row["step"], row["commit"])
+        for row in read_results(results / record.file.name)
+    ]
+    assert rows == [
+        ("routed, lr 0.001, seed 0", "8000", old),
+        ("dense, lr 0.001, seed 0", "4000", new),
+        ("dense, lr 0.001, seed 0", "8000", new),
+        ("dense, lr 0.001, seed 1", "8000", new),
+    ]
+    assert read_environment(results / record.file.name)["tiny"] == "True"
 
 
 @pytest.mark.slow
