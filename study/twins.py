@@ -127,6 +127,7 @@ STUDIES = {
 }
 TINY = ("model.hidden_size=32", "train.batch_size=4", "train.log_every=1", "train.compile=false")
 TINY += ("optimizer.warmup_steps=0", "model.num_heads=2")
+TINY_DATA = {"glyphs": ("data.num_images=2048",)}
 TINY_STEPS = 4
 COLUMNS = {
     "arm": "{}",
@@ -264,7 +265,7 @@ class Work:
         steps = TINY_STEPS if self.request.tiny else study.search_steps if search else self.steps
         every = steps if search else self.every
         keys = [f"data={study.data}", *study.task, *self.arms[arm], f"optimizer.lr={lr:g}"]
-        keys += TINY if self.request.tiny else ()
+        keys += (*TINY, *TINY_DATA.get(study.data, ())) if self.request.tiny else ()
         keys += [f"data.path={out / self.name}"] if study.data != "mixture" else []  # a mixture has no file
         keys += [f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null"]
         keys += [

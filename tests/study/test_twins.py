@@ -149,12 +149,16 @@ def test_a_study_is_searched_trained_and_scored_and_not_done_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_limit_stops_a_training_which_the_next_call_resumes(tmp_path):
-    command = ("-m study.twins", str(tmp_path), "glyphs-s2", "--tiny", "--seeds=0", "--arms", "dense")
-    change = ("--change", "data.num_images=2048")
-    stopped = start(*command, *change, "--limit=1", check=False)
-    assert stopped.returncode == twins.STOPPED and twins.TIME_IS_UP in stopped.stdout
-    start(*command, *change)
+def test_a_limit_stops_a_stage_of_a_gpu_which_the_next_call_resumes(tmp_path):
+    command = ("-m benchmarks.gpu", str(tmp_path), "twins", "--tiny")
+    stopped = start(*command, "--limit=1", check=False)
+    assert stopped.returncode == 1 and "twins: time is up" in stopped.stdout
+    assert "twins: done" in start(*command).stdout
+    (file,) = tmp_path.glob("twins_glyphs-s2_*.csv")
+    scored = [row for row in read_results(file) if row["noise"]]
+    assert {row["arm"] for row in scored} == {"dense", "routed"}
+    assert {row["guidance"].rpartition("=")[2] for row in scored} == {"none", "1.5", "2", "3"}
+    assert all(float(row["fd_classifier_held_out"]) > 0 for row in scored)
 
 
 def test_the_rehearsal_of_another_machine_counts_only_for_a_rehearsal(work, tmp_path):
