@@ -114,7 +114,9 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
     net = experiment.net().to(device)
     init_from = _load_init(net, experiment, run)
     ema, plan = experiment.ema(net), experiment.route_plan(net)
-    prepared = _prepare(net, resolved.compile, len(plan.lengths(train.masked_loss)))
+    lengths = plan.lengths(train.masked_loss)
+    lengths |= {net.num_tokens - length for length in lengths}  # model.window=separate has both
+    prepared = _prepare(net, resolved.compile, len(lengths))
     precond, bare_loss = experiment.precond(prepared), experiment.loss(net)
     loss = torch.autocast(device.type, torch.bfloat16, enabled=resolved.bf16)(bare_loss)
     optimizer = experiment.optimizer(net.named_parameters())

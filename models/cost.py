@@ -22,7 +22,7 @@ class Cost:
         predicted_speedup: dense over routed cost of a training step. Products outside autocast count
             fp32_slowdown times.
         ceiling: upper limit of the speed-up for any ratio: only one token, or only the tokens that a mask
-            forces to stay, enter the windows.
+            forces to stay, enter the windows (model.window=separate: half of the tokens).
     """
 
     num_parameters: int
@@ -54,7 +54,8 @@ def cost_of(
     ratios = [route.selection_ratio for route in net.routes] if ratios is None else ratios
     kept = [num_tokens_kept(T, grow_ratio(ratio, T, num_forced)) for ratio in ratios]
     dense, routed = net.flops([T] * len(kept)), net.flops(kept)
-    least = net.flops([max(1, num_forced)] * len(kept))
+    # The half is the cheapest for model.window=separate, whose two sequences hold all tokens.
+    least = [net.flops([max(n, num_forced)] * len(kept)) for n in (1, T // 2)]
 
     def speedup(flops: Flops) -> float:
         return dense.training / (flops.training + (fp32_slowdown - 1) * flops.fp32_training)
@@ -68,5 +69,5 @@ def cost_of(
         fp32_training_flops=routed.fp32_training,
         fp32_slowdown=fp32_slowdown,
         predicted_speedup=speedup(routed),
-        ceiling=speedup(least),
+        ceiling=max(map(speedup, least)),
     )

@@ -209,7 +209,7 @@ class DiT(Backbone):
                 if 0 < ratios[i] < 1:
                     ids_keep = routing.ids_keep(i, ratios[i], x[:, P:], self.router, generator)  # (N, K)
                     ids_keep = with_prefix(ids_keep, P)  # (N, P + K)
-                    if self.window == "separate":
+                    if self.window == "separate" and ids_keep.shape[1] < x.shape[1]:
                         ids_other = other_tokens(ids_keep, x.shape[1])  # (N, T - K)
                         other = start_route(x, ids_other), ids_other
                     if self.window != "context":

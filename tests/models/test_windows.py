@@ -10,6 +10,7 @@ from models import cost_of
 from models.rejoin import Fuse, Mask
 from routing import Routing
 from tests.networks import PAPER, small_batch, small_dit
+from tests.runs import tiny_run
 
 BY_TOKEN = [False, True]
 
@@ -83,6 +84,17 @@ def test_unequal_parts_are_all_processed():
         layer.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     net(*small_batch(), routing=Routing(0.25))
     assert lengths == [12, 4] * 3
+    lengths.clear()
+    net(*small_batch(), routing=Routing(0.01))
+    assert lengths == [16] * 3, "no token bypasses"
+
+
+@pytest.mark.slow
+def test_unequal_parts_train_with_compiled_blocks(tmp_path):
+    """Each length is compiled once; more would be an error."""
+    options = ("model.window=separate", "model.routes.0.selection_ratio=0.25", "train.compile=true")
+    tiny_run(tmp_path / "run", "model=tread", *options, "train.total_steps=2")
+    assert (tmp_path / "run/checkpoints/step_00000002").is_dir()
 
 
 def test_separate_windows_compile_and_are_dense_in_eval_mode():
@@ -108,6 +120,7 @@ def test_separate_halves_save_half_of_the_attention_of_the_window():
     forward = {window: value.routed_forward_flops for window, value in cost.items()}
     assert forward["separate"] == forward["context"] - saved + 3 * modulation
     assert forward["bypass"] < forward["separate"]
+    assert cost["separate"].ceiling == cost["separate"].predicted_speedup, "half is the cheapest"
 
 
 @pytest.mark.parametrize(
