@@ -50,8 +50,9 @@ browser: setup ## test the report page in headless Chromium, which is installed 
 	command -v chromium || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || echo "no chromium: install it"
 	$(BIN)/python -m pytest tests/reports/test_browser.py $(PYTEST_ARGS)
 
-twins: setup ## run or resume the twin study and write its page (one or two days on two cores); ARGS="digits --arms dense routed"
+twins: setup ## run or resume the twin study and write its page (days on two cores); ARGS="digits-200 --arms dense routed"
 	$(BIN)/python -m study.twins $(TWINS) $(ARGS)
+	$(BIN)/python -m study.baselines $(TWINS)
 	$(BIN)/python -m study.claims $(TWINS)
 
 soak: setup ## kill trainings of four kinds 100 times each at random moments, and check that they resume (an hour)

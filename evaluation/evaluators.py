@@ -33,6 +33,8 @@ class DenseLoss:
         by_level: keys whose loss is also returned for each noise level, as KEY/t=MEDIAN.
     """
 
+    num_values = 1  # V, of `measure`
+
     def __init__(
         self,
         denoisers: Mapping[str, nn.Module],
@@ -66,7 +68,7 @@ class DenseLoss:
         for key, denoiser in self.denoisers.items():
             denoiser.eval()
             # Sum of losses and number of entries: first over all noise levels, then at each.
-            sums: Any = 0
+            sums = torch.zeros(1 + NUM_LEVELS, self.num_values + 1, dtype=torch.float64, device=self.device)
             # The blocks are compiled for the shapes of training; here they run eagerly.
             with torch.compiler.set_stance("force_eager"):
                 for batch in self.batches():
@@ -77,7 +79,7 @@ class DenseLoss:
                     values = torch.cat([values, torch.ones_like(values[:, :1])], dim=1)
                     level = torch.bucketize(t.double(), self.edges)
                     per_level = values.new_zeros(NUM_LEVELS, values.shape[1]).index_add_(0, level, values)
-                    sums = sums + torch.cat([values.sum(dim=0, keepdim=True), per_level])
+                    sums += torch.cat([values.sum(dim=0, keepdim=True), per_level])
             overall, *per_level = self.total(sums).tolist()
             means |= self.scores(key, overall)
             levels = zip(self.medians, per_level, strict=True) if key in self.by_level else ()
@@ -109,6 +111,8 @@ class ExcessLoss(DenseLoss):
         posterior_mean: posterior_mean(x_t, alpha, sigma, class_labels or None) -> D*.
         others: loss_fn, batches, total and device, see DenseLoss.
     """
+
+    num_values = 3
 
     def __init__(self, posterior_mean: Callable[..., torch.Tensor], denoiser: nn.Module, *others: Any):
         super().__init__({"excess": denoiser}, *others, by_level=["excess"])

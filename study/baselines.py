@@ -1,6 +1,6 @@
 """Scores of baselines without a network, on the data of the twin study.
 
-    python -m study.baselines OUT [TASK ...]      all tasks; run it again to resume
+    python -m study.baselines OUT [TASK ...]      default: the tasks of the twins in OUT, or all
 
 | baseline | what it predicts or draws |
 |---|---|
@@ -11,9 +11,8 @@
 Covariances are shrunk by Ledoit and Wolf's method, because some classes have 20 images.
 """
 
-import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.processes import record_all, study_parser
+from benchmarks.processes import program_parser, record_all
 from benchmarks.results import Record, Rows
 from benchmarks.runs import compose
+from builders.evaluators import EVALUATION_BATCH
 from builders.experiment import Experiment
 from builders.references import reference_of
 from builders.scoring import build_suite
@@ -42,7 +42,6 @@ TASKS |= {
     for name, study in STUDIES.items()
     if not study.gpu
 }
-BATCH_SIZE = 64
 
 
 class GaussianDenoiser:
@@ -97,7 +96,7 @@ def losses(experiment: Experiment, dataset: LatentDataset) -> dict[str, dict[str
     """Return the held-out loss of each baseline, by the evaluation of a training."""
     latents, labels = dataset.read(dataset.train_ids)
     latents = dataset.manifest.to_latents(latents, torch.Generator().manual_seed(0)).numpy()
-    batches = partial(held_out_batches, dataset, BATCH_SIZE, torch.device("cpu"), rank=0, world_size=1)
+    batches = partial(held_out_batches, dataset, EVALUATION_BATCH, torch.device("cpu"), rank=0, world_size=1)
     sigma_data, loss = dataset.manifest.std or 0.5, experiment.loss(experiment.meta_net)
     filters = {
         name: GaussianDenoiser(latents, labels.numpy(), name == "class Gaussians")
@@ -148,26 +147,18 @@ def measure(name: str, out: Path) -> Rows:
     return [{"baseline": baseline, **values} for baseline, values in rows.items()]
 
 
-def parse() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = study_parser("study.baselines", __doc__)
-    parser.add_argument("tasks", nargs="*", metavar="task", help=f"{', '.join(TASKS)} (default: all)")
-    request = parser.parse_intermixed_args()
-    request.tasks = request.tasks or list(TASKS)
-    if unknown := [name for name in request.tasks if name not in TASKS]:
-        parser.error(f"{', '.join(unknown)}: must be one of {', '.join(TASKS)}")
-    return request
-
-
 def main() -> None:
-    """Measure the baselines of tasks that are not recorded yet."""
-    request = parse()
-    request.out.mkdir(parents=True, exist_ok=True)
-    record = Record("baselines", request.out, environment(torch.device("cpu")) | {"tiny": request.tiny})
-    calls: dict[str, Callable[[], Rows]] = {
-        name: partial(measure, name, request.out) for name in request.tasks
-    }
-    record_all(calls, record, 1)
+    """Measure the baselines that are not recorded yet."""
+    parser = program_parser("study.baselines", __doc__)
+    parser.add_argument("out", type=Path, help="folder of the record")
+    parser.add_argument("tasks", nargs="*", metavar="task", help=", ".join(TASKS))
+    request = parser.parse_args()
+    recorded = [name for name in TASKS if any(request.out.glob(f"twins_{name}_*.csv"))]
+    tasks = request.tasks or recorded or list(TASKS)
+    if unknown := set(tasks).difference(TASKS):
+        parser.error(f"{', '.join(sorted(unknown))}: must be one of {', '.join(TASKS)}")
+    record = Record("baselines", request.out, environment(torch.device("cpu")) | {"tiny": False})
+    record_all({name: partial(measure, name, request.out) for name in tasks}, record, 1)
     sys.exit(not record.started() <= record.done())
 
 

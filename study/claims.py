@@ -28,17 +28,7 @@ SEEN, OPPOSITE, UNDECIDED, UNTESTABLE = "seen", "opposite seen", "undecided", "n
 NOT_MEASURED = "not measured"
 ALPHA, MIN_GAIN, MIN_PRECISION = 0.05, 0.3, 0.3  # of a claim; of gates b and c
 OF_SAMPLES = (*DISTANCES, "label_accuracy", "precision", "recall")  # scores that gates b and c judge
-SCORES = (
-    LOSS,
-    EXCESS,
-    "sharpening",
-    "train_loss",
-    *DISTANCES,
-    "memorised",
-    "label_accuracy",
-    "precision",
-    "recall",
-)
+SCORES = (LOSS, EXCESS, "sharpening", "train_loss", "memorised", *OF_SAMPLES)
 REAL = ("real held-out", "real training")  # baselines that are no model
 SAME_DATA = {"depth": "mixture", "width": "mixture", "backbones": "digits", "glyphs-s2": "glyphs-50k"}
 FIGURE, FIGURE_ARMS = "assets/twins.png", ("dense", "routed", "no removal", "token drop")
@@ -362,9 +352,10 @@ def draw(records: Records, file: Path) -> None:
     )
     for axes, (key, title, x) in zip(all_axes[0], panels, strict=True):
         for i, arm in enumerate(arm for arm in FIGURE_ARMS if arm in records.arms(study)):
-            curves = [*records.curve(study, arm, key).values()]
-            costs = [point[0] if x == "steps" else point[1] / 1e3 for point in curves[0]] if curves else []
-            scores = [[point[2] for point in points] for points in zip(*curves, strict=True)]
+            curves = [{point[0]: point for point in c} for c in records.curve(study, arm, key).values()]
+            steps = sorted(set.intersection(*map(set, curves))) if curves else []  # best checkpoints differ
+            costs = [step if x == "steps" else curves[0][step][1] / 1e3 for step in steps]
+            scores = [[curve[step][2] for curve in curves] for step in steps]
             axes.plot(costs, [mean(values) for values in scores], ".-", color=f"C{i}", label=arm)
             bounds = [min(values) for values in scores], [max(values) for values in scores]
             axes.fill_between(costs, *bounds, color=f"C{i}", alpha=0.2, linewidth=0)

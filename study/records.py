@@ -67,7 +67,8 @@ def effect_of(
     variances = [float(np.var(group, ddof=1)) for group in spread]
     freedom = sum(len(group) - 1 for group in spread)
     pooled = sum(v * (len(g) - 1) for v, g in zip(variances, spread, strict=True)) / freedom
-    is_equal = len(spread) == 1 or min(variances) == 0 or stats.bartlett(*spread).pvalue >= UNEQUAL
+    constant = min(variances) < 1e-20 < max(variances)
+    is_equal = len(spread) == 1 or (not constant and stats.bartlett(*spread).pvalue >= UNEQUAL)
     if not is_equal:
         if n < 2:
             return Effect(n, value)
@@ -112,7 +113,7 @@ class Records:
     def __init__(self, *folders: Path):
         self.folders, self.of_project = folders or OURS, not folders
         self.step_ms, self.rehearsal = {}, False
-        recorded = {name: self._read(f"twins_{name}_[A-Z]*") for name in (*STUDIES, *EARLIER[:6])}
+        recorded = {name: self._read(f"twins_{name}_*") for name in (*STUDIES, *EARLIER[:6])}
         of_kinds = [row for row in self._read("finetuning_twins_*") if row.get("fd_pixel")]
         recorded |= {kind: [row for row in of_kinds if row["kind"] == kind] for kind in EARLIER[-2:]}
         backbones = [{**row, "part": "training", "step": row["steps"]} for row in self._read("arms_*")]
@@ -190,7 +191,7 @@ class Records:
 
     def scales(self, study: str) -> list[str]:
         """Return the scales of classifier-free guidance with which samples were scored."""
-        return [g for g in dict.fromkeys(row["guidance"] for row in self.rows[study]) if "=cfg" in g]
+        return [g for g in dict.fromkeys(row["guidance"] for row in self.rows[study]) if "cfg" in g]
 
     def chosen_guidance(self, study: str, arm: str, guidance: str) -> str:
         """Resolve `best` to the scale with the lowest mean distance, and to `best` without records."""
@@ -285,8 +286,9 @@ def at_equal(records: Records, study: str, key: str, arms: Sequence[str], at: st
 def between(points: Sequence[tuple[float, float]], end: float, key: str) -> float | None:
     """Interpolate a score at a cost, linearly in logarithms; None if no evaluations are near enough."""
     costs, scores = (np.array(values) for values in zip(*points, strict=True))
-    if not costs[0] <= end <= costs[-1]:
+    if not costs[0] <= end <= costs[-1] * (1 + 1e-4):
         return None
+    end = min(end, float(costs[-1]))
     after = int(np.searchsorted(costs, end))
     if costs[after] != end and costs[after] > MAX_GAP * costs[after - 1]:
         return None

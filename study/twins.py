@@ -47,6 +47,7 @@ TURNS = 15  # of a timed step
 LOSS = "val_loss_dense_ema"
 SCORES = (LOSS, "val_loss_optimal", "excess", "sharpening", "fd_pixel", "fd_pixel_held_out", "memorised")
 SCORES += ("fd_classifier", "fd_classifier_held_out", "label_accuracy", "precision", "recall")
+NOT_FINITE = "no finite loss or gradient"  # in the log of a training that diverged
 TIME_IS_UP = "time is up: run the same command again to resume"
 STOPPED, GRACE_SEC = 3, 60  # exit status if a limit stopped trainings; they end this long before it
 ROUTED = ("model=tread",)
@@ -82,7 +83,7 @@ class Study:
     steps: int
     lr: float
     search_steps: int = 0
-    search_seeds: tuple[int, ...] = (100,)
+    search_seeds: tuple[int, ...] = (100, 101, 102)
     seeds: tuple[int, ...] = (0, 1, 2)
     evaluations: int = 20
     scales: tuple[float, ...] = ()
@@ -95,35 +96,28 @@ DEEP = ("model/size=tiny", "model.depth=12", "ema.decay=0.999", *STABLE)
 FINITE = (*DEEP, "model.patch_size=2")
 E1 = TWINS | NO_REMOVAL | TOKEN_DROP
 E3 = TWINS | NO_REMOVAL | MECHANISM
+DIGITS = {"data": "digits", "arms": E1, "seeds": (0, 1, 2, 3, 4), "scales": (1.5, 2.0)}
+MIXTURE = {"data": "mixture", "arms": E3, "steps": 20_000, "lr": 0.004, "search_steps": 5000}
+S_4 = ("model/size=s_4", "ema.decay=0.999", "train.batch_size=64", "train.num_workers=0", *STABLE)
+S_2 = ("ema.decay=0.999", "train.grad_clip=1", "optimizer.warmup_steps=500")
+ON_GPU = {"data": "glyphs", "task": S_2, "arms": TWINS, "lr": 5e-4, "search_seeds": (), "seeds": (0, 1)}
+ON_GPU |= {"scales": (1.5, 2.0, 3.0), "noises": 1, "gpu": True}
 STUDIES = {
     "digits-200": Study(
-        *("digits", (*FINITE, "data.num_images=200", "model.hidden_size=64"), E1, 6000, 0.008),
-        *(3000, (100, 101, 102), (0, 1, 2, 3, 4), 24, (1.5, 2.0)),
+        task=(*FINITE, "data.num_images=200", "model.hidden_size=64"),
+        **{**DIGITS, "steps": 6000, "lr": 0.008, "search_steps": 3000, "evaluations": 24},
     ),
     "digits-1500": Study(
-        *("digits", (*FINITE, "data.num_images=1500"), E1, 20_000, 0.004),
-        *(5000, (100, 101, 102), (0, 1, 2, 3, 4), 20, (1.5, 2.0)),
+        task=(*FINITE, "data.num_images=1500"),
+        **{**DIGITS, "steps": 20_000, "lr": 0.004, "search_steps": 5000},
     ),
-    "mixture-64": Study("mixture", DEEP, E3, 20_000, 0.004, 5000),
-    "mixture-256": Study("mixture", (*DEEP, "data.input_size=16"), E3, 20_000, 0.004, 5000),
+    "mixture-64": Study(task=DEEP, **MIXTURE),
+    "mixture-256": Study(task=(*DEEP, "data.input_size=16"), **MIXTURE),
     "glyphs-50k": Study(
-        *(
-            "glyphs",
-            ("model/size=s_4", "ema.decay=0.999", "train.batch_size=64", "train.num_workers=0", *STABLE),
-        ),
-        *(TWINS | NO_REMOVAL, 50_000, 0.002, 5000),
-        scales=(1.5, 2.0, 3.0),
+        *("glyphs", S_4, TWINS | NO_REMOVAL, 50_000, 0.002, 5000, (100,)), scales=(1.5, 2.0, 3.0)
     ),
-    "glyphs-s2": Study(
-        *(
-            "glyphs",
-            ("ema.decay=0.999", "train.grad_clip=1", "optimizer.warmup_steps=500"),
-            TWINS,
-            8000,
-            5e-4,
-        ),
-        *(0, (), (0, 1), 4, (1.5, 2.0, 3.0), 1, True),
-    ),
+    "glyphs-s2": Study(steps=8000, evaluations=4, **ON_GPU),
+    "glyphs-s2-32k": Study(steps=32_000, evaluations=16, **ON_GPU),
 }
 TINY = ("model.hidden_size=32", "train.batch_size=4", "train.log_every=1", "train.compile=false")
 TINY += ("optimizer.warmup_steps=0", "model.num_heads=2")
@@ -153,7 +147,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="arms of these studies (default: all)")
     parser.add_argument("--change", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all arms")
     parser.add_argument("--seeds", nargs="+", type=int, help="default: the study's")
-    parser.add_argument("--steps", type=int, help="train for more steps than the study's, at its rates")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which trainings stop")
     parser.add_argument("--time", action="store_true", help="time the steps of the arms instead of training")
     request = parser.parse_intermixed_args(arguments)
@@ -198,7 +191,7 @@ class Work:
     def __init__(self, name: str, study: Study, request: argparse.Namespace, record: Record):
         self.name, self.study, self.request, self.record = name, study, request, record
         self.arms, self.deadline = arms_of(study, request), time.monotonic() + request.limit
-        self.steps = TINY_STEPS if request.tiny else request.steps or study.steps
+        self.steps = TINY_STEPS if request.tiny else study.steps
         self.every = max(1, self.steps // (2 if request.tiny else study.evaluations))
         task = (f"data={study.data}", *study.task)
         # Computed here, because two threads cannot compose a configuration at once.
@@ -213,13 +206,11 @@ class Work:
         rates = dict.fromkeys(self.arms, self.study.lr)
         if self.study.search_seeds:
             while searches := [(a, seed, lr) for a in self.arms for seed, lr in self._next_searches(a)]:
-                self._run("searches", searches)
-                if self._failures():
-                    return self._failures()
+                if failures := self._run("searches", searches):
+                    return failures
             rates = {arm: chosen_lr(self._rows(), arm) for arm in self.arms}
         seeds = self.request.seeds or (self.study.seeds[:1] if self.request.tiny else self.study.seeds)
-        self._run("trainings", [(arm, seed, rates[arm]) for seed in seeds for arm in self.arms])
-        return self._failures()
+        return self._run("trainings", [(arm, seed, rates[arm]) for seed in seeds for arm in self.arms])
 
     def _evaluated(self, step: float) -> int:
         return max(1, round(step / self.every)) * self.every
@@ -231,9 +222,6 @@ class Work:
         others = [row for file in same for row in read_results(file) if not row.get("failed")]
         return [*others, *self.record.rows]
 
-    def _failures(self) -> list[str]:
-        return [row["failed"] for row in self.record.rows if row.get("failed")]
-
     def _next_searches(self, arm: str) -> list[tuple[int, float]]:
         """Return the seeds and rates that the search of an arm needs next; []: its optimum is found."""
         seeds = self.study.search_seeds[:1] if self.request.tiny else self.study.search_seeds
@@ -244,51 +232,52 @@ class Work:
         searched = {(int(r["seed"]), float(r["lr"])) for r in searches_of(self._rows(), arm)}
         return [(seed, lr) for lr in rates for seed in seeds if (seed, float(f"{lr:g}")) not in searched]
 
-    def _run(self, kind: str, units: Sequence[tuple[str, int, float]]) -> None:
+    def _run(self, kind: str, units: Sequence[tuple[str, int, float]]) -> list[str]:
+        """Train what is not recorded yet. Return the failures."""
         done = {row["setting"] for row in self._rows() if not row.get("failed")}
         calls = {self.setting(*unit): partial(self._train, *unit) for unit in units}
         calls = {setting: call for setting, call in calls.items() if setting not in done}
         recorded = f"{len(units) - len(calls)} already recorded"
         print(f"{self.name}: {len(calls)} {kind}, {recorded}; logs: {self.request.out}", flush=True)
         record_all(calls, self.record, self.request.jobs)
+        return [row["failed"] for row in self.record.rows if row["setting"] in calls and row.get("failed")]
 
     def setting(self, arm: str, seed: int, lr: float) -> str:
         """Return the name of a training."""
-        steps = f", {self.steps} steps" if self.request.steps else ""
-        return f"{self.name}: {arm}, lr {lr:g}, seed {seed}{steps}"
+        return f"{self.name}: {arm}, lr {lr:g}, seed {seed}"
 
     def _train(self, arm: str, seed: int, lr: float) -> Rows:
         """Train once. Return a row for each evaluation, and for each set of scored samples."""
         study, search = self.study, seed in self.study.search_seeds
         out = self.request.out.resolve()
-        run = out / file_name(f"{self.name}: {arm}, lr {lr:g}, seed {seed}")
+        run = out / file_name(self.setting(arm, seed, lr))
         steps = TINY_STEPS if self.request.tiny else study.search_steps if search else self.steps
         every = steps if search else self.every
+        shared = {"arm": arm, "seed": seed, "lr": f"{lr:g}", "part": "search" if search else "training"}
         keys = [f"data={study.data}", *study.task, *self.arms[arm], f"optimizer.lr={lr:g}"]
         keys += (*TINY, *TINY_DATA.get(study.data, ())) if self.request.tiny else ()
         keys += [f"data.path={out / self.name}"] if study.data != "mixture" else []  # a mixture has no file
         keys += [f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null"]
-        keys += [
-            f"train.eval_every={every}",
-            f"train.save_every={every}",
-            f"train.keep_last={steps // every}",
-        ]
+        keys += [f"train.{key}={every}" for key in ("eval_every", "save_every")]
+        keys.append(f"train.keep_last={steps // every}")
         if self.deadline < math.inf:
-            keys.append(f"train.max_time_sec={max(1, round(self.deadline - GRACE_SEC - time.monotonic()))}")
+            left = round(self.deadline - GRACE_SEC - time.monotonic())
+            if left < 1:
+                raise OSError(TIME_IS_UP)
+            keys.append(f"train.max_time_sec={left}")
         try:
             start_program("train.py", Path(f"{run}.log"), *keys, on_cpu=not study.gpu)
         except OSError as error:
-            if time.monotonic() > self.deadline - GRACE_SEC:
+            if self.deadline < math.inf and "status 75" in str(error):  # train.py stopped at its limit
                 raise OSError(TIME_IS_UP) from error
+            if search and NOT_FINITE in Path(f"{run}.log").read_text():
+                return [{**shared, "step": steps, LOSS: math.inf}]  # the rate is too high
             raise
-        shared = {"arm": arm, "seed": seed, "lr": f"{lr:g}", "part": "search" if search else "training"}
         rows = [{**shared, **row} for row in evaluations_of(run)]
         if study.scales and not search:
-            costs = {row["step"]: row["gflop"] for row in rows}
+            costs = {row["step"]: {**shared, "gflop": row["gflop"]} for row in rows}
             best = min(rows, key=lambda row: row[LOSS])["step"]
-            rows += [
-                {**shared, "gflop": costs[row["step"]], **row} for row in self._score(run, arm, seed, best)
-            ]
+            rows += [{**costs[row["step"]], **row} for row in self._score(run, arm, seed, best)]
         return rows
 
     def _score(self, run: Path, arm: str, seed: int, best: int) -> Rows:
@@ -343,8 +332,8 @@ def evaluations_of(run: Path) -> Rows:
             losses.append(line["loss"])
         if LOSS in line:
             spent = {"step": line["step"], "gflop": 1000 * record.spent("TFLOPs", line["step"])}
-            scores = {key: value for key, value in line.items() if key.startswith(SCORES)}
-            rows.append({**spent, "guidance": UNGUIDED, "train_loss": mean(losses), **scores})
+            scores = {k: math.inf if v is None else v for k, v in line.items() if k.startswith(SCORES)}
+            rows.append({**spent, "guidance": UNGUIDED, "train_loss": mean(losses or [math.inf]), **scores})
             losses.clear()
     return rows
 

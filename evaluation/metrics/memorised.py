@@ -10,7 +10,7 @@ MAX_RATIO = 1 / 3  # of the distances to the nearest and the second nearest trai
 
 
 class Memorised(Metric):
-    """The share of samples that are at most a third as far from a training image as from any other one.
+    """The share of samples that are less than a third as far from a training image as from any other one.
 
     Args:
         features: name of the detector's features.

@@ -21,7 +21,7 @@ class PrecisionRecall(Metric):
         features: name of the detector's features.
         exact: compute distances in fp32; the original rounds them to fp16.
         device: where to compute; None: on the CPU.
-        equal_sizes: use a random part of the larger set, of the size of the smaller one.
+        max_images: use random parts of equal size, at most this many of each set; None: use all images.
     """
 
     keys = ("precision", "recall")
@@ -33,17 +33,17 @@ class PrecisionRecall(Metric):
         device: torch.device | None = None,
         k: int = 3,
         features: str = "pool",
-        equal_sizes: bool = False,
+        max_images: int | None = None,
     ):
-        self.equal_sizes = equal_sizes
+        self.max_images = max_images
         self.k, self.exact, self.features, self._device = k, exact, features, device
         self.needs = ((AllFeatures, features),)
         self.min_images = k + 1
 
     def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
         theirs, ours = (stats[AllFeatures, self.features].features for stats in (reference, samples))
-        if self.equal_sizes:
-            size = min(len(theirs), len(ours))
+        if self.max_images is not None:
+            size = min(len(theirs), len(ours), self.max_images)
             theirs, ours = (_random_part(features, size) for features in (theirs, ours))
         scores = precision_recall(theirs, ours, k=self.k, exact=self.exact, device=self._device)
         return dict(zip(self.keys, scores, strict=True))

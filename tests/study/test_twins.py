@@ -89,12 +89,14 @@ def test_evaluations_are_read_from_a_run_with_the_loss_since_the_last_one(tmp_pa
         {"step": 3, "num_images": 12, "loss": None, **rate},
         {"step": 4, "num_images": 20, "loss": 1.0, **rate},
         {"step": 4, twins.LOSS: 0.4},
+        {"step": 6, twins.LOSS: None},
     ]
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     same, scores = {"guidance": "none"}, {twins.LOSS: 0.5, f"{twins.LOSS}/t=0.3": 0.6, "fd_pixel": 1.5}
     assert twins.evaluations_of(tmp_path / "run") == [
         {"step": 2, "gflop": 1000.0, **same, "train_loss": 3.0, **scores},
         {"step": 4, "gflop": 2500.0, **same, "train_loss": 1.0, twins.LOSS: 0.4},
+        {"step": 6, "gflop": 2500.0, **same, "train_loss": math.inf, twins.LOSS: math.inf},
     ]
 
 
@@ -168,6 +170,19 @@ def test_the_rehearsal_of_another_machine_counts_only_for_a_rehearsal(work, tmp_
         record.add(processor, [{"arm": "dense"}])
         record.add(f"{processor}, failed", [{"failed": "it"}])
     assert {row["setting"] for row in work._rows()} == {"another"}
+
+
+def test_a_diverged_rate_is_not_searched_again_and_old_failures_stop_nothing(work, monkeypatch):
+    def fails(program, log, *keys, on_cpu):
+        Path(log).write_text(f"error: {twins.NOT_FINITE} in 10 or more consecutive steps")
+        raise OSError(f"{program} failed with exit status 1 (log: {log})")
+
+    monkeypatch.setattr(twins, "start_program", fails)
+    work.record.add("another change", [{"failed": "it"}])
+    assert work._run("searches", [("dense", 100, 0.008)]) == []
+    assert twins.search_losses(work.record.rows, "dense") == {0.008: math.inf}
+    assert (100, 0.008) not in work._next_searches("dense")
+    assert work._run("trainings", [("dense", 0, 0.008)]), "a training that fails is a failure"
 
 
 def test_a_gpu_study_needs_a_gpu(tmp_path, capsys):
