@@ -38,6 +38,8 @@ def test_a_held_out_loss_is_the_mean_over_all_entries_of_all_processes():
         denoisers, loss_fn, lambda: iter(BATCHES), lambda sums: sums + torch.tensor([33, 3]), CPU
     )
     assert loss(0) == pytest.approx({"plain": (3 + 5 + 33) / 7, "average": (6 + 10 + 33) / 7})
+    nothing = DenseLoss(denoisers, loss_fn, lambda: iter(()), loss.total, CPU)
+    assert nothing(0) == {"plain": 11, "average": 11}, "a process without entries takes part in the sum"
     assert loss_fn.seen == 2 * [(0, [0, 0, 0], None, False, False), (4, [1], MASKS, False, False)]
     assert not any(denoiser.training for denoiser in denoisers.values()), "denoisers stay in eval mode"
 
