@@ -251,7 +251,7 @@ class DiT(Backbone):
         return Flops(forward, training, (4 if self.gradient_checkpointing else 3) * fp32)
 
     def _at(self, ids: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what a block takes besides the tokens at positions `ids` (N, K)."""
+        """Gather the conditioning and the position table of the tokens at positions `ids` (N, K)."""
         positions = None if self.positions is None else gather_tokens(self.positions, ids)
         return (c if c.shape[1] == 1 else gather_tokens(c, ids)), positions
 

@@ -90,7 +90,7 @@ class Attention(nn.Module):
         return self.proj(x.transpose(1, 2).reshape(N, L, D))
 
     def _bias(self, length: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return what is added to the logits (L, L): a token keeps the weight that it has among N tokens."""
+        """Return the bias (L, L) of the logits. With it, a token weighs itself as among N tokens."""
         if self.full_length is None or not 1 < length < self.full_length:
             return None
         # log((K - 1) / (N - 1)) on the diagonal
