@@ -30,7 +30,8 @@ ALPHA, MIN_GAIN, MIN_PRECISION = 0.05, 0.3, 0.3  # of a claim; of gates b and c
 OF_SAMPLES = (*DISTANCES, "label_accuracy", "precision", "recall")  # scores that gates b and c judge
 SCORES = (LOSS, EXCESS, "sharpening", "train_loss", "memorised", *OF_SAMPLES)
 REAL = ("real held-out", "real training")  # baselines that are no model
-SAME_DATA = {"depth": "mixture", "width": "mixture", "backbones": "digits", "glyphs-s2": "glyphs-50k"}
+SAME_DATA = {"depth": "mixture", "width": "mixture", "backbones": "digits"}
+SAME_DATA |= {name: "glyphs-50k" for name, study in STUDIES.items() if study.gpu}
 FIGURE, FIGURE_ARMS = "assets/twins.png", ("dense", "routed", "no removal", "token drop")
 # Study -> the panels of its figure: score, title, axis. The figure shows the first study with records.
 PANELS = {

@@ -13,6 +13,7 @@ from scipy import stats
 from benchmarks.results import Record
 from runtime.provenance import environment
 from study import claims
+from study.baselines import TASKS
 from study.claims import OPPOSITE, SEEN, UNDECIDED, UNTESTABLE, Bound, Comparison
 from study.records import EARLIER, EXCESS, Records, between, compare, effect_of, holm, seeds_to_decide
 from study.twins import LOSS, STUDIES
@@ -226,6 +227,14 @@ def test_a_task_that_fails_a_gate_judges_nothing(folder, header):
     assert gates(guided=0.09)["b"] == "guidance lowers the distance by 10 %"
     assert gates(precision=0.2)["c"] == "precision over real data's: 22 %"
     assert claims.failed_gates(Records(folder), "digits-1500", "memorised") == {"a": ""}, "no guidance needed"
+
+
+def test_every_study_has_baselines_of_its_data():
+    """Studies of a GPU take those of the same glyphs."""
+    for name, study in STUDIES.items():
+        baselines = TASKS[claims.SAME_DATA.get(name, name)]
+        assert f"data={study.data}" in baselines
+        assert {key for key in study.task if key.startswith("data.")} <= {*baselines}
 
 
 def test_a_bound_holds_for_every_value(folder, header):
