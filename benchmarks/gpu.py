@@ -5,7 +5,7 @@
     python -m benchmarks.gpu OUT --tiny             all stages in minutes, at sizes for a CPU
     python -m benchmarks.gpu --collect OUT          copy records to the project, write tables to pages
 
-A stage ends within eight minutes, `twins` within 31. OUT gets a record and a log of each stage, written after
+A stage ends within nine minutes, `twins` within 32. OUT gets a record and a log of each stage, written after
 every row. Run the same command again to resume and to repeat failed settings. Settings that the project has
 recorded for the same device and torch are skipped unless `--again` is given (`twins`: settings recorded in
 OUT). benchmarks/README.md explains each stage.
@@ -36,7 +36,7 @@ from runtime.machine import start_process
 from runtime.provenance import PROJECT, environment
 from runtime.tables import aligned
 
-GRACE_SEC = 60  # a stage is killed this long after its limit
+GRACE_SEC = 60  # a stage is stopped this long after its limit; then it has as long to save its trainings
 TIME_IS_UP, DEVICE_FAILED = 3, 4
 ENDS = {
     0: "done",
@@ -59,7 +59,7 @@ STAGES = {
     "sample": Stage(sampling.plan, sampling.COLUMNS),
     "families": Stage(families.plan, families.COLUMNS),
 }
-# Stages that are separate programs, called as `python -m MODULE OUT ARGUMENTS --limit=SECONDS [--tiny]`.
+# Stages that are separate programs, called as `python -m MODULE OUT ARGUMENTS [--tiny]`.
 PROGRAMS = {"twins": ("study.twins", "glyphs-s2", "--jobs=4")}
 NAMES = (*STAGES, *PROGRAMS)
 LIMITS_SEC = dict.fromkeys(STAGES, 420) | {"twins": 1800}  # a stage starts no setting after its limit
@@ -108,20 +108,20 @@ def main() -> None:
 
 def run_apart(name: str, out: Path, tiny: bool, limit_sec: float, again: bool = False) -> str:
     """Run a stage in a separate process, so that stages cannot break each other. Return its end in words."""
-    module, *arguments = PROGRAMS.get(name) or ("benchmarks.gpu", name, "--here", *["--again"] * again)
-    command = [sys.executable, "-m", module, str(out), *arguments, f"--limit={limit_sec:g}"]
-    command += ["--tiny"] * tiny
+    here = ("benchmarks.gpu", name, "--here", f"--limit={limit_sec:g}", *["--again"] * again)
+    module, *arguments = PROGRAMS.get(name, here)
+    command = [sys.executable, "-m", module, str(out), *arguments, *["--tiny"] * tiny]
     print(f"\n{name}: the log is {out / name}.log", flush=True)
-    with (
-        (out / f"{name}.log").open("ab") as log,
-        subprocess.Popen(
-            command, cwd=PROJECT, process_group=0, stdout=log, stderr=subprocess.STDOUT
-        ) as process,
-    ):
+    with (out / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(command, cwd=PROJECT, process_group=0, stdout=log, stderr=log)
+    with process:
         try:
             process.wait(limit_sec + GRACE_SEC)
         except subprocess.TimeoutExpired:
-            return "killed within a row: run the same command again to resume"
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SEC)
+            return ENDS[TIME_IS_UP]
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with its child processes

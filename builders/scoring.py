@@ -253,7 +253,7 @@ def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
     turns = np.arange(num_samples) % len(labels)
     rows: dict[str, Any] = {"class means": (np.stack(means).astype(np.uint8)[turns], labels[turns])}
     if reference.held_out is not None:
-        rows["held-out real"] = reference.held_out
+        rows["real held-out"] = reference.held_out
     return {name: suite.score(ArrayImages(pixels), labels) for name, (pixels, labels) in rows.items()}
 
 

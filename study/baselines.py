@@ -12,10 +12,8 @@ Covariances are shrunk by Ledoit and Wolf's method, because some classes have 20
 """
 
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +24,7 @@ from benchmarks.runs import compose
 from builders.evaluators import EVALUATION_BATCH
 from builders.experiment import Experiment
 from builders.references import reference_of
-from builders.scoring import build_suite
+from builders.scoring import build_suite, comparisons
 from data import LatentDataset, MixtureDataset, encoder_for, held_out_batches
 from diffusion import OptimalPrecond
 from evaluation import DenseLoss
@@ -114,20 +112,10 @@ def scores(experiment: Experiment, dataset: LatentDataset) -> dict[str, dict[str
     reference = reference_of(dataset, encoder_for(dataset.manifest, torch.device("cpu")), "data")
     suite = build_suite(experiment.evaluation, reference, ALONE)
     images, labels = reference.images.array, reference.labels
-    turns = np.random.default_rng(1).choice(labels, NUM_SAMPLES)
-    means = {
-        label: images[labels == label].mean(axis=0).round().astype(np.uint8) for label in np.unique(labels)
-    }
     ids = np.random.default_rng(2).permutation(len(images))[:NUM_SAMPLES]
-    drawn: Mapping[str, Any] = {
-        "class means": (np.stack([means[label] for label in turns]), turns),
-        "class Gaussians": draw(images, labels),
-        "real training": (images[ids], labels[ids]),
-        "real held-out": reference.held_out,
-    }
-    return {
-        name: suite.score(ArrayImages(pixels), classes).values for name, (pixels, classes) in drawn.items()
-    }
+    drawn = {"class Gaussians": draw(images, labels), "real training": (images[ids], labels[ids])}
+    scores = {name: suite.score(ArrayImages(pixels), classes) for name, (pixels, classes) in drawn.items()}
+    return {name: score.values for name, score in (scores | comparisons(suite, NUM_SAMPLES)).items()}
 
 
 def measure(name: str, out: Path) -> Rows:

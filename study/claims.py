@@ -62,7 +62,6 @@ class Comparison:
 
     arms: Sequence[str]
     scores: Mapping[str, str | Sequence[str]]
-    over: Sequence[str] = ()
     higher: bool = False
     at: str = "end"
     guidance: Sequence[str] = (UNGUIDED, UNGUIDED)
@@ -80,19 +79,18 @@ class Comparison:
         return [f for study, key in self.pairs() if (f := self._finding(records, study, key))]
 
     def _finding(self, records: Records, study: str, key: str) -> Finding | None:
-        effect = compare(records, study, key, (*self.arms, *self.over), self.at, self.guidance)
+        effect = compare(records, study, key, self.arms, self.at, self.guidance)
         if effect is None:
             return None
         text = f"{study}, {key}, {self.arms[0]} against {self.arms[1]}"
-        text += f", more than {self.over[0]} against {self.over[1]}" if self.over else ""
-        text += {"end": "", "best": ", best checkpoint"}.get(self.at, f", equal {self.at}")
+        text += {"end": "", "best": ", best checkpoint", "gflop": ", equal FLOPs"}[self.at]
         if self.guidance[0] != UNGUIDED:
             chosen = [
                 records.chosen_guidance(study, a, g) for a, g in zip(self.arms, self.guidance, strict=True)
             ]
             text += f" ({' against '.join(dict.fromkeys(g.replace('guidance=', '') for g in chosen))})"
         gates = tuple(gate for gate, reason in failed_gates(records, study, key).items() if reason)
-        commits = records.commits(study, (*self.arms, *self.over))
+        commits = records.commits(study, self.arms)
         text = f"{text}: {effect.shown(key in RATIOS)}"
         return Finding(text, str(effect.n), commits, effect, self.higher, gates)
 

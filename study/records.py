@@ -112,7 +112,7 @@ class Records:
 
     def __init__(self, *folders: Path):
         self.folders, self.of_project = folders or OURS, not folders
-        self.step_ms, self.rehearsal = {}, False
+        self.rehearsal = False
         recorded = {name: self._read(f"twins_{name}_*") for name in (*STUDIES, *EARLIER[:6])}
         of_kinds = [row for row in self._read("finetuning_twins_*") if row.get("fd_pixel")]
         recorded |= {kind: [row for row in of_kinds if row["kind"] == kind] for kind in EARLIER[-2:]}
@@ -130,8 +130,6 @@ class Records:
         self.baselines: dict[str, dict[str, Mapping[str, str]]] = {}
         for row in self._read("baselines_*"):
             self.baselines.setdefault(row["setting"], {})[row["baseline"]] = row
-        for file in self.files("twins_steps_*"):
-            self.step_ms |= {(row["setting"], row["arm"]): float(row["ms"]) for row in read_results(file)}
 
     def files(self, pattern: str) -> list[Path]:
         """Return the records whose names match a pattern."""
@@ -217,9 +215,9 @@ def score_of(row: Mapping[str, str], key: str) -> float | None:
     return float(row[key]) if row.get(key) else None
 
 
-def scale(key: str, score: float) -> float:
-    """Return a score on the scale on which it is compared: the logarithm of RATIOS."""
-    return math.log(score) if key in RATIOS else score
+def scaled(scores: Scores, key: str) -> Scores:
+    """Return scores on the scale on which they are compared: the logarithm of RATIOS."""
+    return {seed: math.log(score) if key in RATIOS else score for seed, score in scores.items()}
 
 
 def compare(
@@ -232,52 +230,28 @@ def compare(
 ) -> Effect | None:
     """Return the change of a score from the second arm to the first; None without records.
 
-    With four arms, return the difference between two such changes. At equal cost, arms are paired by seed.
-
     Args:
-        at: `end` or `best` (see `Records.scores`), or the quantity that is equal: gflop or seconds.
+        at: `end` or `best` (see `Records.scores`), or `gflop`: at equal cost, paired by seed.
         guidance: of each arm.
     """
-    signs = (1, -1, -1, 1)[: len(arms)]
-    if at in ("gflop", "seconds"):
-        pairs = [at_equal(records, study, key, arms[i : i + 2], at) for i in range(0, len(arms), 2)]
-        seeds = set.intersection(*({*scores} for pair in pairs for scores in pair))
-        by_seed = [
-            sum(
-                sign * (scale(key, pair[0][seed]) - scale(key, pair[1][seed]))
-                for sign, pair in zip((1, -1), pairs, strict=False)
-            )
-            for seed in sorted(seeds)
-        ]
-        return effect_of([by_seed], (1,)) if by_seed else None
-    guidances = [*guidance, *[UNGUIDED] * (len(arms) - len(guidance))]
-    groups = [values(records, study, key, arm, at, g) for arm, g in zip(arms, guidances, strict=True)]
-    if not all(groups):
+    if at == "gflop":
+        one, other = (scaled(scores, key) for scores in at_equal_cost(records, study, key, arms))
+        changes = [one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())]
+        return effect_of([changes], (1,)) if changes else None
+    scores = [records.scores(study, arm, key, at, g) for arm, g in zip(arms, guidance, strict=True)]
+    if not all(scores):
         return None
-    others = [values(records, study, key, arm, at) for arm in records.arms(study) if arm not in arms]
-    return effect_of(groups, signs, others if {*guidances} == {UNGUIDED} else ())
+    others = [records.scores(study, arm, key, at) for arm in records.arms(study) if arm not in arms]
+    groups, others = ([[*scaled(of_arm, key).values()] for of_arm in each] for each in (scores, others))
+    return effect_of(groups, (1, -1), others if {*guidance} == {UNGUIDED} else ())
 
 
-def values(
-    records: Records, study: str, key: str, arm: str, at: str, guidance: str = UNGUIDED
-) -> list[float]:
-    """Return the scores of an arm's seeds on the scale on which they are compared."""
-    return [scale(key, score) for score in records.scores(study, arm, key, at, guidance).values()]
-
-
-def at_equal(records: Records, study: str, key: str, arms: Sequence[str], at: str) -> list[Scores]:
+def at_equal_cost(records: Records, study: str, key: str, arms: Sequence[str]) -> list[Scores]:
     """Return the scores of two arms at the final cost of the cheaper one. Curves are interpolated."""
     curves = [records.curve(study, arm, key) for arm in arms]
-    steps_ms = [records.step_ms.get((study, arm)) for arm in arms]
-    if not all(curves) or (at == "seconds" and None in steps_ms):
+    if not all(curves):
         return [{}, {}]
-    series = [
-        {
-            seed: [(g if at == "gflop" else s * ms / 1000, score) for s, g, score in points]
-            for seed, points in c.items()
-        }
-        for c, ms in zip(curves, steps_ms, strict=True)
-    ]
+    series = [{seed: [point[1:] for point in points] for seed, points in c.items()} for c in curves]
     end = min(max(points[-1][0] for points in seeds.values()) for seeds in series)
     scores = [{seed: between(points, end, key) for seed, points in seeds.items()} for seeds in series]
     return [{seed: score for seed, score in seeds.items() if score is not None} for seeds in scores]

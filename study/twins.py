@@ -4,24 +4,20 @@
     python -m study.twins OUT digits-200 --arms dense routed some arms of one study
     python -m study.twins OUT digits-200 --arms routed --change model.mlp_ratio=3
                                                              a changed arm, in addition to the recorded ones
-    python -m study.twins OUT --time                         the time of a step of each arm; run nothing else
 
 For each arm, short trainings on separate seeds search the learning rate with the lowest held-out dense loss:
 they double or halve the rate until the best one has a worse neighbour on both sides. Then train.py trains the
 seeds, and fid.py scores samples of chosen checkpoints. OUT gets the runs and a record of each study, written
 after every training. Arms in a record of another machine or torch version are not trained again. Studies run
-on the CPU, one training per core, unless their row says `gpu`. Seconds are steps times the time of a step,
-which `--time` measures alone.
+on the CPU, one training per core, unless their row says `gpu`.
 """
 
 import argparse
 import math
 import re
+import signal
 import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,10 +26,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.processes import Worker, record_all, start_program, study_parser, take_turns
-from benchmarks.results import Record, Rows, markdown, read_environment, read_results, spread
-from benchmarks.runs import QUIET, compose
-from benchmarks.train_step import ours
+from benchmarks.processes import record_all, start_program, study_parser
+from benchmarks.results import Record, Rows, markdown, read_environment, read_results
+from benchmarks.runs import compose
 from models import cost_of
 from reports.runs import Run
 from runtime.files import read_json
@@ -43,13 +38,10 @@ from training.run_folder import RunFolder
 
 UNGUIDED, NUM_SAMPLES, NUM_STEPS, NUM_NOISES = "none", 2000, 40, 3
 MAX_LR = 0.1
-TURNS = 15  # of a timed step
 LOSS = "val_loss_dense_ema"
 SCORES = (LOSS, "val_loss_optimal", "excess", "sharpening", "fd_pixel", "fd_pixel_held_out", "memorised")
 SCORES += ("fd_classifier", "fd_classifier_held_out", "label_accuracy", "precision", "recall")
 NOT_FINITE = "no finite loss or gradient"  # in the log of a training that diverged
-TIME_IS_UP = "time is up: run the same command again to resume"
-STOPPED, GRACE_SEC = 3, 60  # exit status if a limit stopped trainings; they end this long before it
 ROUTED = ("model=tread",)
 TWINS = {"dense": ("model=dit",), "routed": ROUTED}
 NO_REMOVAL = {"no removal": (*ROUTED, "model.window=context")}
@@ -147,8 +139,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="arms of these studies (default: all)")
     parser.add_argument("--change", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all arms")
     parser.add_argument("--seeds", nargs="+", type=int, help="default: the study's")
-    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which trainings stop")
-    parser.add_argument("--time", action="store_true", help="time the steps of the arms instead of training")
     request = parser.parse_intermixed_args(arguments)
     request.studies = request.studies or on_cpu
     arms = {arm for name in request.studies if name in STUDIES for arm in STUDIES[name].arms}
@@ -164,19 +154,15 @@ def main() -> None:
     """Train and score everything that is not in the records, and print the records."""
     request = parse()
     request.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # wait until the trainings are saved
     failures: list[str] = []
     for name in request.studies:
         study = STUDIES[name]
         device = torch.device("cuda" if study.gpu and torch.cuda.is_available() else "cpu")
-        header = environment(device) | {"tiny": request.tiny}
-        if request.time:
-            record = Record("twins_steps", request.out, header)
-            record.add(name, time_steps(study, arms_of(study, request), request.tiny))
-        else:
-            record = Record(f"twins_{name}", request.out, header)
-            failures += Work(name, study, request, record).run()
-        print(f"\n{name}\n{aligned(markdown(record.rows, COLUMNS | {'ms': '{:.1f}'}))}", flush=True)
-    sys.exit(STOPPED if {*failures} == {TIME_IS_UP} else bool(failures))
+        record = Record(f"twins_{name}", request.out, environment(device) | {"tiny": request.tiny})
+        failures += Work(name, study, request, record).run()
+        print(f"\n{name}\n{aligned(markdown(record.rows, COLUMNS))}", flush=True)
+    sys.exit(bool(failures))
 
 
 def arms_of(study: Study, request: argparse.Namespace) -> dict[str, tuple[str, ...]]:
@@ -190,7 +176,7 @@ class Work:
 
     def __init__(self, name: str, study: Study, request: argparse.Namespace, record: Record):
         self.name, self.study, self.request, self.record = name, study, request, record
-        self.arms, self.deadline = arms_of(study, request), time.monotonic() + request.limit
+        self.arms = arms_of(study, request)
         self.steps = TINY_STEPS if request.tiny else study.steps
         self.every = max(1, self.steps // (2 if request.tiny else study.evaluations))
         task = (f"data={study.data}", *study.task)
@@ -260,16 +246,9 @@ class Work:
         keys += [f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null"]
         keys += [f"train.{key}={every}" for key in ("eval_every", "save_every")]
         keys.append(f"train.keep_last={steps // every}")
-        if self.deadline < math.inf:
-            left = round(self.deadline - GRACE_SEC - time.monotonic())
-            if left < 1:
-                raise OSError(TIME_IS_UP)
-            keys.append(f"train.max_time_sec={left}")
         try:
             start_program("train.py", Path(f"{run}.log"), *keys, on_cpu=not study.gpu)
-        except OSError as error:
-            if self.deadline < math.inf and "status 75" in str(error):  # train.py stopped at its limit
-                raise OSError(TIME_IS_UP) from error
+        except OSError:
             if search and NOT_FINITE in Path(f"{run}.log").read_text():
                 return [{**shared, "step": steps, LOSS: math.inf}]  # the rate is too high
             raise
@@ -361,21 +340,6 @@ def gflop_a_step(overrides: Sequence[str]) -> float:
     """Return the cost of a training step by the cost model."""
     experiment = compose(overrides)
     return experiment.train.batch_size * cost_of(experiment.meta_net).routed_training_flops / 1e9
-
-
-def time_steps(study: Study, arms: Mapping[str, Sequence[str]], tiny: bool) -> Rows:
-    """Time a step of each arm in turn, each in a separate process."""
-    with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
-        folder = Path(temporary)
-        task = [f"data={study.data}", *study.task]
-        task += [f"data.path={folder / 'latents'}"] if study.data != "mixture" else []
-        workers = {}
-        for name, keys in arms.items():
-            overrides = (*task, *keys, *(TINY if tiny else ()), *QUIET)
-            workers[name] = stack.enter_context(Worker(ours, folder, overrides))
-            workers[name].ask("warm up")
-        seconds = take_turns(workers, "step", TURNS)
-    return [{"arm": name, **spread(times)} for name, times in seconds.items()]
 
 
 if __name__ == "__main__":

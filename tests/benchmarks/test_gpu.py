@@ -130,9 +130,9 @@ def test_checks_of_tests_are_rows():
     assert rows_of(others.replace('<testcase name="b"/>', ""))[0]["failed"] == "no test passed"
 
 
-def test_a_stage_that_does_not_end_is_killed(tmp_path, monkeypatch):
+def test_a_stage_that_does_not_end_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE_SEC", 0)
-    assert "killed within a row" in gpu.run_apart("sample", tmp_path, True, 0.5)
+    assert "time is up" in gpu.run_apart("sample", tmp_path, True, 0.5)
 
 
 def test_twins_come_last_and_have_their_own_limit():
@@ -168,14 +168,14 @@ def test_twins_are_a_program_with_its_own_command_line(tmp_path, program, status
     program(status)
     assert gpu.run_apart("twins", tmp_path, False, 1800, again=True) == gpu.ENDS[status]
     assert gpu.run_apart("twins", tmp_path, True, 90.5) == gpu.ENDS[status]
-    expected = (["--limit=1800"], ["--limit=90.5", "--tiny"])
+    expected = ([], ["--tiny"])
     lines = [f"{[str(tmp_path), 'glyphs-s2', '--jobs=4', *options]} shared\n" for options in expected]
     assert (tmp_path / "twins.log").read_text() == "".join(lines)
 
 
 def test_the_study_takes_the_command_line_of_its_stage():
-    request = twins.parse(["out", *gpu.PROGRAMS["twins"][1:], "--limit=1800", "--tiny"])
-    assert (request.studies, request.limit, request.tiny) == (["glyphs-s2"], 1800, True)
+    request = twins.parse(["out", *gpu.PROGRAMS["twins"][1:], "--tiny"])
+    assert (request.studies, request.jobs, request.tiny) == (["glyphs-s2"], 4, True)
 
 
 @pytest.mark.parametrize("page", PAGES)

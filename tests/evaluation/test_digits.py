@@ -76,7 +76,7 @@ def test_the_reference_is_only_the_training_digits(dataset, tmp_path):
     record = json.loads((tmp_path / "s.scores.json").read_text())
     suite = suite_of("digits", dataset)
     means = [reference[0][reference[1] == i % 10].mean(axis=0).round() for i in range(40)]
-    rows = {"class means": (np.stack(means).astype(np.uint8), np.arange(40) % 10), "held-out real": held_out}
+    rows = {"class means": (np.stack(means).astype(np.uint8), np.arange(40) % 10), "real held-out": held_out}
     assert record["values"] == scored(suite, images, labels)
     assert record["comparisons"] == {
         name: {"n": len(row[0]), **scored(suite, *row)} for name, row in rows.items()

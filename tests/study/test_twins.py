@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu
 from benchmarks.results import Record, read_results
 from models import cost_of
 from reports.runs import Run
 from study import twins
-from study.records import Records
 from tests.programs import start
 from tests.runs import tiny_run, validated
 from training.run_folder import RunFolder
@@ -151,11 +151,10 @@ def test_a_study_is_searched_trained_and_scored_and_not_done_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_limit_stops_a_stage_of_a_gpu_which_the_next_call_resumes(tmp_path):
-    command = ("-m benchmarks.gpu", str(tmp_path), "twins", "--tiny")
-    stopped = start(*command, "--limit=1", check=False)
-    assert stopped.returncode == 1 and "twins: time is up" in stopped.stdout
-    assert "twins: done" in start(*command).stdout
+def test_a_limit_stops_a_stage_of_a_gpu_which_the_next_call_resumes(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "GRACE_SEC", 15)
+    assert gpu.run_apart("twins", tmp_path, True, 0) == gpu.ENDS[gpu.TIME_IS_UP]
+    assert gpu.run_apart("twins", tmp_path, True, 1800) == "done"
     (file,) = tmp_path.glob("twins_glyphs-s2_*.csv")
     scored = [row for row in read_results(file) if row["noise"]]
     assert {row["arm"] for row in scored} == {"dense", "routed"}
@@ -189,16 +188,3 @@ def test_a_gpu_study_needs_a_gpu(tmp_path, capsys):
     with pytest.raises(SystemExit):
         twins.parse([str(tmp_path), "glyphs-s2"])
     assert "glyphs-s2: needs a GPU, or --tiny" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_steps_of_arms_are_timed_in_turn_and_read_by_claims(tmp_path):
-    start("-m study.twins", str(tmp_path), "mixture-64", "--time", "--tiny", "--arms", "dense", "routed")
-    (file,) = tmp_path.glob("twins_steps_*.csv")
-    rows = read_results(file)
-    assert [(row["arm"], row["n"]) for row in rows] == [
-        ("dense", str(twins.TURNS)),
-        ("routed", str(twins.TURNS)),
-    ]
-    assert all(float(row["ms_least"]) > 0 for row in rows)
-    assert Records(tmp_path).step_ms.keys() == {("mixture-64", "dense"), ("mixture-64", "routed")}
