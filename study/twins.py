@@ -276,9 +276,10 @@ class Work:
         sweeps += [[f"checkpoint={self.steps}", "guidance=cfg", f"guidance_scale={scales}", *one]]
         shared = [f"run={run}", f"suite={self.study.data}", f"reference={run.parent / self.name}"]
         shared += [f"num_samples={samples}", f"num_steps={2 if self.request.tiny else NUM_STEPS}"]
+        shared += [f"compile={not self.request.tiny}"]
         for sweep in sweeps:
             log = Path(f"{run}.log")
-            start_program("fid.py", log, "-m", *shared, "compile=false", *sweep, on_cpu=not self.study.gpu)
+            start_program("fid.py", log, "-m", *shared, *sweep, on_cpu=not self.study.gpu)
         return [scores_of(file, samples) for file in sorted(run.glob("scores/*.json"))]
 
 
