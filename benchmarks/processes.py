@@ -60,20 +60,18 @@ def record_all(calls: Mapping[str, Callable[[], Rows]], record: Record, jobs: in
             pool.shutdown(cancel_futures=True)
 
 
-def start_program(program: str, log: Path, *overrides: str, on_cpu: bool = True) -> None:
+def start_program(program: str, log: Path, *overrides: str) -> None:
     """Run a program of the project, and append its output to a log.
 
     Args:
         program: a file, or `-m` and a module.
-        on_cpu: False uses a GPU if there is one.
 
     Raises:
         OSError: the program failed.
     """
     command = [sys.executable, *program.split(), *overrides]
     with log.open("ab") as file:
-        variables = {**os.environ, **({"ACCELERATE_USE_CPU": "true"} if on_cpu else {})}
-        result = subprocess.run(command, cwd=PROJECT, env=variables, stdout=file, stderr=subprocess.STDOUT)
+        result = subprocess.run(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
     if result.returncode:
         raise OSError(f"{program} failed with exit status {result.returncode} (log: {log})")
 

@@ -8,8 +8,8 @@
 For each arm, short trainings on separate seeds search the learning rate with the lowest held-out dense loss:
 they double or halve the rate until the best one has a worse neighbour on both sides. Then train.py trains the
 seeds, and fid.py scores samples of chosen checkpoints. OUT gets the runs and a record of each study, written
-after every training. Arms in a record of another machine or torch version are not trained again. Studies run
-on the CPU, one training per core, unless their row says `gpu`.
+after every training. Arms in a record of another machine or torch version are not trained again. `--jobs`
+trainings run at once, on the GPU if there is one. Rows that say `gpu` need one.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from benchmarks.runs import compose
 from models import cost_of
 from reports.runs import Run
 from runtime.files import read_json
+from runtime.machine import device_type
 from runtime.provenance import environment
 from runtime.tables import aligned
 from training.run_folder import RunFolder
@@ -145,7 +146,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for names, choices in ((request.studies, STUDIES), (request.arms or (), arms)):
         if unknown := [name for name in names if name not in choices]:
             parser.error(f"{', '.join(unknown)}: must be one of {', '.join(choices)}")
-    if any(STUDIES[name].gpu for name in request.studies) and not (request.tiny or torch.cuda.is_available()):
+    if any(STUDIES[name].gpu for name in request.studies) and not request.tiny and device_type() == "cpu":
         parser.error(f"{', '.join(request.studies)}: needs a GPU, or --tiny")
     return request
 
@@ -155,11 +156,10 @@ def main() -> None:
     request = parse()
     request.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # wait until the trainings are saved
-    failures: list[str] = []
+    failures, header = [], environment(torch.device(device_type())) | {"tiny": request.tiny}
     for name in request.studies:
         study = STUDIES[name]
-        device = torch.device("cuda" if study.gpu and torch.cuda.is_available() else "cpu")
-        record = Record(f"twins_{name}", request.out, environment(device) | {"tiny": request.tiny})
+        record = Record(f"twins_{name}", request.out, header)
         failures += Work(name, study, request, record).run()
         print(f"\n{name}\n{aligned(markdown(record.rows, COLUMNS))}", flush=True)
     sys.exit(bool(failures))
@@ -247,7 +247,7 @@ class Work:
         keys += [f"train.{key}={every}" for key in ("eval_every", "save_every")]
         keys.append(f"train.keep_last={steps // every}")
         try:
-            start_program("train.py", Path(f"{run}.log"), *keys, on_cpu=not study.gpu)
+            start_program("train.py", Path(f"{run}.log"), *keys)
         except OSError:
             if search and NOT_FINITE in Path(f"{run}.log").read_text():
                 return [{**shared, "step": steps, LOSS: math.inf}]  # the rate is too high
@@ -279,7 +279,7 @@ class Work:
         shared += [f"compile={not self.request.tiny}"]
         for sweep in sweeps:
             log = Path(f"{run}.log")
-            start_program("fid.py", log, "-m", *shared, *sweep, on_cpu=not self.study.gpu)
+            start_program("fid.py", log, "-m", *shared, *sweep)
         return [scores_of(file, samples) for file in sorted(run.glob("scores/*.json"))]
 
 

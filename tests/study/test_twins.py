@@ -172,7 +172,7 @@ def test_the_rehearsal_of_another_machine_counts_only_for_a_rehearsal(work, tmp_
 
 
 def test_a_diverged_rate_is_not_searched_again_and_old_failures_stop_nothing(work, monkeypatch):
-    def fails(program, log, *keys, on_cpu):
+    def fails(program, log, *keys):
         Path(log).write_text(f"error: {twins.NOT_FINITE} in 10 or more consecutive steps")
         raise OSError(f"{program} failed with exit status 1 (log: {log})")
 
