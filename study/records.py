@@ -231,19 +231,24 @@ def compare(
     """Return the change of a score from the second arm to the first; None without records.
 
     Args:
-        at: `end` or `best` (see `Records.scores`), or `gflop`: at equal cost, paired by seed.
+        at: `end` or `best` (see `Records.scores`), or `gflop`: at equal cost.
         guidance: of each arm.
+
+    At equal cost, and if one arm is compared with itself under other guidance, scores are paired by seed.
     """
     if at == "gflop":
-        one, other = (scaled(scores, key) for scores in at_equal_cost(records, study, key, arms))
+        pair = at_equal_cost(records, study, key, arms)
+    else:
+        pair = [records.scores(study, arm, key, at, g) for arm, g in zip(arms, guidance, strict=True)]
+    one, other = (scaled(scores, key) for scores in pair)
+    if not (one and other):
+        return None
+    if at == "gflop" or arms[0] == arms[1]:
         changes = [one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())]
         return effect_of([changes], (1,)) if changes else None
-    scores = [records.scores(study, arm, key, at, g) for arm, g in zip(arms, guidance, strict=True)]
-    if not all(scores):
-        return None
-    others = [records.scores(study, arm, key, at) for arm in records.arms(study) if arm not in arms]
-    groups, others = ([[*scaled(of_arm, key).values()] for of_arm in each] for each in (scores, others))
-    return effect_of(groups, (1, -1), others if {*guidance} == {UNGUIDED} else ())
+    others = [scaled(records.scores(study, a, key, at), key) for a in records.arms(study) if a not in arms]
+    others = [[*of_arm.values()] for of_arm in others if {*guidance} == {UNGUIDED}]
+    return effect_of([[*one.values()], [*other.values()]], (1, -1), others)
 
 
 def at_equal_cost(records: Records, study: str, key: str, arms: Sequence[str]) -> list[Scores]:

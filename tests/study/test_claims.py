@@ -126,6 +126,17 @@ def test_arms_are_compared_at_equal_steps_and_flops(folder):
     assert compare(records, "mixture-64", EXCESS, ("separate", "dense")) is None
 
 
+def test_guidance_of_one_arm_is_compared_by_seed(folder, header):
+    """The seeds differ by a factor of 3, and guidance changes each by the same ratio."""
+    record = Record("twins_digits-200", folder, header)
+    for seed in range(3):
+        drawn = [row("routed", seed, 9, 9, g, fd_pixel=3**seed / i) for i, g in enumerate(CFG, start=1)]
+        record.add(f"routed {seed}", drawn)
+    effect = compare(Records(folder), "digits-200", "fd_pixel", ("routed", "routed"), guidance=CFG)
+    assert (effect.n, effect.value) == (3, pytest.approx(math.log(2)))
+    assert effect.high - effect.low < 1e-9
+
+
 def test_the_best_checkpoint_has_the_lowest_held_out_loss_of_its_seed(folder, header):
     record = Record("twins_digits-200", folder, header)
     for seed, losses in enumerate(((3, 1, 2), (1, 2, 3))):
