@@ -33,10 +33,14 @@ class Estimate:
     checkpoints: int  # bytes on disk
 
 
-def bytes_in_memory(experiment: Experiment) -> int:
-    """Count the bytes of weights, gradients, optimizer and averaged weights."""
+def bytes_in_memory(experiment: Experiment, num_processes: int) -> int:
+    """Count the bytes of weights, gradients, optimizer and averaged weights in each process."""
     num_parameters = sum(parameter.numel() for parameter in experiment.meta_net.parameters())
-    return num_parameters * (WEIGHT + GRADIENT + AVERAGE + OPTIMIZER)
+    num_bytes = num_parameters * (WEIGHT + GRADIENT + AVERAGE + OPTIMIZER)
+    if experiment.train.parallel == "ddp":
+        return num_bytes
+    # Weights and average are whole before they are sharded, and during evaluations.
+    return num_bytes // num_processes + num_parameters * (WEIGHT + AVERAGE)
 
 
 def estimate(
@@ -54,8 +58,8 @@ def estimate(
     num_saved = train.keep_last + 1  # the oldest is removed after the newest is complete
     if train.milestone_every:
         num_saved += train.total_steps // train.milestone_every
-    memory = bytes_in_memory(experiment)
-    checkpoints = (memory - GRADIENT * cost.num_parameters) * num_saved
+    memory = bytes_in_memory(experiment, launch.world_size)
+    checkpoints = (WEIGHT + AVERAGE + OPTIMIZER) * cost.num_parameters * num_saved
     return Estimate(flops / (rate * launch.world_size), memory, checkpoints)
 
 
