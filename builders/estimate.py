@@ -1,5 +1,6 @@
 """Estimate the time, memory and disk space of a training, and measure the free resources."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,6 +12,7 @@ import torch
 
 from builders.auto import Resolved
 from builders.experiment import Experiment
+from builders.schemas import TrainConfig
 from models.cost import Cost
 from runtime.launch import Launch
 from runtime.machine import return_freed_memory
@@ -40,7 +42,13 @@ def bytes_in_memory(experiment: Experiment, num_processes: int) -> int:
     if experiment.train.parallel == "ddp":
         return num_bytes
     # Weights and average are whole before they are sharded, and during evaluations.
-    return num_bytes // num_processes + num_parameters * (WEIGHT + AVERAGE)
+    shared = num_bytes // sharing_processes(experiment.train, num_processes)
+    return shared + num_parameters * (WEIGHT + AVERAGE)
+
+
+def sharing_processes(train: TrainConfig, num_processes: int) -> int:
+    """Return the number of processes that share one copy of the weights: all, or those of a machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if train.parallel == "hsdp" else num_processes
 
 
 def estimate(

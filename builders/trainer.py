@@ -12,11 +12,18 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from builders.auto import Resolved, resolve_auto
-from builders.estimate import Estimate, bytes_in_memory, estimate, free_disk, free_memory
+from builders.estimate import (
+    Estimate,
+    bytes_in_memory,
+    estimate,
+    free_disk,
+    free_memory,
+    sharing_processes,
+)
 from builders.evaluators import build_evaluators, check_sweep_metric, drawing_flops
 from builders.experiment import Experiment
 from builders.public import carries_configuration, num_heads_of, precond_of
-from builders.schemas import OBJECTIVES_OF_OTHERS
+from builders.schemas import OBJECTIVES_OF_OTHERS, TrainConfig
 from builders.summary import check_resources, summary, warnings
 from data import LatentDataset, entries_by_step, stream
 from models import Backbone, cost_of
@@ -106,9 +113,9 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
     The folder must be locked.
     """
     train, device = experiment.train, launch.device
-    if train.parallel == "fsdp" and launch.world_size == 1:
+    if train.parallel != "ddp" and launch.world_size == 1:
         rule = "needs several processes: start train.py with torchrun or accelerate launch"
-        raise ValueError(f"train.parallel=fsdp {rule}")
+        raise ValueError(f"train.parallel={train.parallel} {rule}")
     resolved, memory = _resolve(experiment, run, launch), free_memory(launch)
     # Check the memory before the network takes it.
     least = Estimate(0.0, bytes_in_memory(experiment, launch.world_size), 0)
@@ -120,7 +127,7 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
     ema, plan = experiment.ema(net), experiment.route_plan(net)
     lengths = plan.lengths(train.masked_loss)
     lengths |= {net.num_tokens - length for length in lengths}  # model.window=separate has both
-    prepared = _prepare(net, ema.net, resolved.compile, len(lengths), train.parallel)
+    prepared = _prepare(net, ema.net, resolved.compile, len(lengths), train, launch)
     precond, bare_loss = experiment.precond(prepared), experiment.loss(net)
     loss = torch.autocast(device.type, torch.bfloat16, enabled=resolved.bf16)(bare_loss)
     optimizer = experiment.optimizer(net.named_parameters())
@@ -212,16 +219,19 @@ def _load_init(net: nn.Module, experiment: Experiment, run: RunFolder) -> dict[s
     return {**loaded, "precond": was, "other_objective": was != is_now, "sha256": sha256(file)}
 
 
-def _prepare(net: Backbone, average: nn.Module, compiled: bool, num_lengths: int, parallel: str) -> nn.Module:
+def _prepare(
+    net: Backbone, average: nn.Module, compiled: bool, num_lengths: int, train: TrainConfig, launch: Launch
+) -> nn.Module:
     # A sweep runs its jobs in one process: reset the state of the last job.
     AcceleratorState._reset_state()
     torch._dynamo.reset()
     if compiled:
         torch._dynamo.config.recompile_limit = 0
         compile_blocks(net.blocks, most_graphs(num_lengths))
-    if parallel == "fsdp":
-        shard(net)
-        shard(average)
+    if train.parallel != "ddp":
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[train.reduce_dtype]
+        for each in (net, average):
+            shard(each, launch, sharing_processes(train, launch.world_size), dtype)
         return net
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     # The loss has its own autocast: the one of accelerate would stay on in evaluations.

@@ -10,18 +10,33 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from runtime.launch import Launch
 
-def shard(net: nn.Module) -> None:
-    """Share the weights of a network between all processes, in place: one group per block, and the rest.
+
+def shard(net: nn.Module, launch: Launch, group_size: int, reduce_dtype: torch.dtype) -> None:
+    """Share the weights of a network between processes, in place: one unit per block, and the rest.
 
     Compile the blocks and copy the network before; build its optimizer after.
+
+    Args:
+        group_size: number of processes that share one copy of the weights, a divisor of all. With several
+            groups, gradients are summed inside each and then over the groups.
+        reduce_dtype: of the gradients while they are summed.
     """
+    num_groups = launch.world_size // group_size
+    shape, names = ((launch.world_size,), ("shard",))
+    if num_groups > 1:
+        shape, names = (num_groups, group_size), ("replicate", "shard")
+    mesh = init_device_mesh(launch.device.type, shape, mesh_dim_names=names)
+    # Autocast decides the precision of the forward pass; a cast of its inputs would round the time.
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for block in net.get_submodule("blocks").children():
-        fully_shard(block)
-    fully_shard(net)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class Cluster:
         key.chmod(0o400)
         host = socket.gethostname()
         nodes = "\n".join(
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory=2000 Gres=gpu:2"
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} Gres=gpu:2"
             for node, port in zip(NODES, ports[1:], strict=True)
         )
         user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip()

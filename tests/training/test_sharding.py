@@ -13,10 +13,10 @@ OPTIONS += ("train.check_speed=false",)
 FSDP = "train.parallel=fsdp"
 
 
-def run_of(folder, num_processes, *overrides):
+def run_of(folder, num_processes, *overrides, **variables):
     """Train with some processes; return the folder of the run."""
     keys = (*TINY, *OPTIONS, *overrides, f"output_dir={folder}")
-    start("train.py", *keys, num_processes=num_processes)
+    start("train.py", *keys, num_processes=num_processes, variables=variables)
     return folder
 
 
@@ -58,6 +58,25 @@ def test_two_processes_that_share_weights_train_those_of_two_that_do_not(tmp_pat
 
 
 @pytest.mark.slow
+def test_groups_of_two_processes_share_weights_and_sum_gradients(tmp_path):
+    whole = run_of(tmp_path / "whole", 4, "train.micro_batch_size=2")
+    keys = ("train.micro_batch_size=2", "train.parallel=hsdp")
+    groups = run_of(tmp_path / "groups", 4, *keys, LOCAL_WORLD_SIZE="2")
+    assert len(list(latest_checkpoint(groups).glob("shard-*.safetensors"))) == 2
+    assert_close(states_of(whole, keys[0]), states_of(groups, keys[0]), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_gradients_that_are_summed_in_bf16_are_rounded(tmp_path):
+    keys, rounded = ("train.micro_batch_size=2", "train.total_steps=1"), "train.reduce_dtype=bf16"
+    norms = [
+        metrics(run_of(tmp_path / name, 2, *keys, FSDP, "train.log_every=1", *more))[0]["grad_norm"]
+        for name, more in (("fp32", ()), ("bf16", (rounded,)))
+    ]
+    assert 0 < abs(norms[1] / norms[0] - 1) < 5e-3
+
+
+@pytest.mark.slow
 def test_checkpoints_pass_between_four_sharding_processes_and_one(tmp_path):
     """Four write and one resumes, and the other way round; each loads the weights that the other wrote."""
     short, one_key = "train.total_steps=4", "train.micro_batch_size=2"
@@ -71,6 +90,14 @@ def test_checkpoints_pass_between_four_sharding_processes_and_one(tmp_path):
     assert_close(states_of(four, one_key), states_of(tmp_path / "one", one_key), atol=1e-5)
 
 
-def test_one_process_cannot_shard(tmp_path):
-    with pytest.raises(ValueError, match=r"train\.parallel=fsdp needs several processes"):
-        tiny_trainer(tmp_path / "run", FSDP)
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ((FSDP,), r"train\.parallel=fsdp needs several processes"),
+        (("train.parallel=tensor",), r"train\.parallel=tensor must be one of ddp, fsdp, hsdp"),
+        (("train.reduce_dtype=bf16",), r"train\.reduce_dtype=bf16 does not apply to train\.parallel=ddp"),
+    ],
+)
+def test_wrong_choices_are_one_line(tmp_path, keys, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_trainer(tmp_path / "run", *keys)
