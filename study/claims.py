@@ -32,16 +32,14 @@ SCORES = (LOSS, EXCESS, "sharpening", "train_loss", "memorised", *OF_SAMPLES)
 REAL = ("real held-out", "real training")  # baselines that are no model
 SAME_DATA = {"depth": "mixture", "width": "mixture", "backbones": "digits"}
 SAME_DATA |= {name: "glyphs-50k" for name, study in STUDIES.items() if study.gpu}
-FIGURE, FIGURE_ARMS = "assets/twins.png", ("dense", "routed", "no removal", "token drop")
-# Study -> the panels of its figure: score, title, axis. The figure shows the first study with records.
-PANELS = {
-    "digits-200": (
-        (LOSS, "loss on unseen digits", "steps"),
-        ("memorised", "copies of training images", "steps"),
-        ("fd_pixel_held_out", "Frechet distance to unseen digits", "training TFLOPs"),
-    ),
-    "mixture": tuple((EXCESS, "loss above the optimum", x) for x in ("steps", "training TFLOPs")),
-}
+ROUNDING = 1e-9  # distances of a set to itself
+FIGURE = "assets/twins.png"
+FIGURE_STUDY = "digits-200"
+PANELS = (  # of the figure: score, title, axis
+    (LOSS, "loss on unseen digits", "steps"),
+    ("memorised", "copies of training images", "steps"),
+    ("fd_pixel_held_out", "Frechet distance to unseen digits", "training TFLOPs"),
+)
 
 
 class Finding(NamedTuple):
@@ -292,7 +290,8 @@ def arms_table(records: Records, study: str) -> str:
     columns += [(key, "end", "best")] if key in DISTANCES else []
     rows: list[dict[str, Any]] = []
     for name, baseline in baselines_of(records, study).items():
-        cells = {key: f"{score:.4g}" for key in keys if (score := score_of(baseline, key)) is not None}
+        scores = {key: score for key in keys if (score := score_of(baseline, key)) is not None}
+        cells = {key: f"{score if abs(score) > ROUNDING else 0:.4g}" for key, score in scores.items()}
         rows += [{"arm": f"*{name}*", **cells}] if cells else []
     for arm in records.arms(study):
         last = records.of(study, arm)[-1]
@@ -324,7 +323,7 @@ def page(records: Records) -> str:
     head = texts["head"].format(
         records=ours if records.of_project else "this folder", intervals=len(findings)
     )
-    figure = f"![{texts['figure']}]({FIGURE})" if figure_study(records) else ""
+    figure = f"![{texts['figure']}]({FIGURE})" if records.rows[FIGURE_STUDY] else ""
     parts = [head, texts["rehearsal"] if records.rehearsal else "", texts["cost"], scoreboard(records, True)]
     parts += [texts["open"], scoreboard(records, False), figure, texts["gates"], gates_table(records)]
     parts += [texts["searches"], searches_table(records), texts["arms"]]
@@ -332,45 +331,39 @@ def page(records: Records) -> str:
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
-def figure_study(records: Records) -> str | None:
-    """Return the study that the figure shows: the first of PANELS with records; None without one."""
-    return next((study for study in PANELS if records.rows[study]), None)
-
-
 def draw(records: Records, file: Path) -> None:
-    """Plot scores of a study against steps and FLOPs, with the baselines' as horizontal lines."""
+    """Plot scores of FIGURE_STUDY against steps and FLOPs, with the baselines' as horizontal lines."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
-    study = figure_study(records)
-    panels = PANELS[study]
-    figure, all_axes = plt.subplots(
-        1, len(panels), figsize=(4.2 * len(panels), 3.6), layout="constrained", squeeze=False
-    )
-    for axes, (key, title, x) in zip(all_axes[0], panels, strict=True):
-        for i, arm in enumerate(arm for arm in FIGURE_ARMS if arm in records.arms(study)):
-            curves = [{point[0]: point for point in c} for c in records.curve(study, arm, key).values()]
+    figure, all_axes = plt.subplots(1, len(PANELS), figsize=(12.6, 3.6), layout="constrained")
+    for axes, (key, title, x) in zip(all_axes, PANELS, strict=True):
+        for i, arm in enumerate(records.arms(FIGURE_STUDY)):
+            seeds = records.curve(FIGURE_STUDY, arm, key).values()
+            curves = [{point[0]: point for point in points} for points in seeds]
             steps = sorted(set.intersection(*map(set, curves))) if curves else []  # best checkpoints differ
             costs = [step if x == "steps" else curves[0][step][1] / 1e3 for step in steps]
             scores = [[curve[step][2] for curve in curves] for step in steps]
             axes.plot(costs, [mean(values) for values in scores], ".-", color=f"C{i}", label=arm)
             bounds = [min(values) for values in scores], [max(values) for values in scores]
             axes.fill_between(costs, *bounds, color=f"C{i}", alpha=0.2, linewidth=0)
-        for name, row in baselines_of(records, study).items():
+        for name, row in baselines_of(records, FIGURE_STUDY).items():
             level = score_of(row, key)
-            if level and key != "memorised" and name != "class means":
+            if level and level > ROUNDING and key != "memorised" and name != "class means":
                 axes.axhline(level, color="0.4", linewidth=1, linestyle="--" if name in REAL else ":")
                 text = {"transform": axes.get_yaxis_transform(), "fontsize": 7, "va": "bottom"}
                 axes.text(0.01, level, name, color="0.3", **text)
         axes.set(title=title, xlabel=x, xscale="log", yscale="linear" if key == "memorised" else "log")
         for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":
+                axis.set(major_locator=LogLocator(subs=(1, 2, 3, 5, 7)), minor_formatter=NullFormatter())
             axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("{x:g}")
-        axes.tick_params(which="both", labelsize=7)
+        axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
-    all_axes[0][0].legend(frameon=False, fontsize=8)
+    all_axes[0].legend(frameon=False, fontsize=8)
     with atomic_write(file) as partial:
         figure.savefig(partial, dpi=130, format="png")
     plt.close(figure)
@@ -386,7 +379,7 @@ def main() -> None:
     records, out = (Records(folder), folder) if folder else (Records(), PROJECT)
     (out / "assets").mkdir(exist_ok=True)
     write_text(out / "CLAIMS.md", page(records))
-    if figure_study(records):
+    if records.rows[FIGURE_STUDY]:
         draw(records, out / FIGURE)
     print(scoreboard(records, False))
     print(f"written: {out / 'CLAIMS.md'}")

@@ -74,8 +74,8 @@ def effect_of(
             return Effect(n, value)
         parts = [float(np.var(group, ddof=1)) / len(group) for group in groups]
         # Welch: df = (sum v_i / n_i)^2 / sum (v_i / n_i)^2 / (n_i - 1)
-        freedom = sum(parts) ** 2 / sum(p**2 / (len(g) - 1) for p, g in zip(parts, groups, strict=True))
-        error = math.sqrt(sum(parts))
+        error, terms = math.sqrt(sum(parts)), zip(parts, groups, strict=True)
+        freedom = sum(parts) ** 2 / sum(p**2 / (len(g) - 1) for p, g in terms) if error else 1
     else:
         error = math.sqrt(pooled * sum(1 / len(group) for group in groups))
     half = float(stats.t.ppf(0.975, freedom)) * error

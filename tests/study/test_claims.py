@@ -85,6 +85,12 @@ def test_a_constant_group_is_not_pooled_with_others():
     assert effect_of(groups, (1, -1), [[0.0, 0.0, 0.0]]).p == pytest.approx(expected)
 
 
+def test_two_constant_groups_do_not_differ():
+    """Such as the copies of training images at an early checkpoint: none in any seed."""
+    effect = effect_of(([0.0, 0.0], [0.0, 0.0]), (1, -1), [[0.0, 0.1, 0.3]])
+    assert (effect.value, effect.low, effect.high, effect.p) == (0, 0, 0, 1)
+
+
 def test_unequal_spreads_are_not_pooled():
     groups, other = ([1.0, 2.0, 3.0, 2.2], [2.5, 3.5, 4.5, 3.6]), [7.0, 7.001, 7.002, 6.999]
     effect, expected = effect_of(groups, (1, -1), [other]), stats.ttest_ind(*groups, equal_var=False)
