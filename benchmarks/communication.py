@@ -39,8 +39,9 @@ NUM_PROCESSES, PARALLEL, TURNS = (2, 4), ("ddp", "fsdp"), 5
 # DDP sums gradients: a reduce-scatter and an all-gather. FSDP gathers the weights in the forward and in the
 # backward pass, and reduces and scatters the gradients.
 PASSES = {"ddp": 2, "fsdp": 3}
-# NVLink between 8 H100s, and a network card of 400 Gb/s per GPU: bytes per second in each direction.
-NVLINK, NETWORK, GPUS_PER_NODE = 450e9, 50e9, 8
+# Bytes per second in each direction: NVLink between 8 H100s, and the 8 network cards of 400 Gb/s of a node,
+# which rings use all at once.
+NVLINK, NETWORK, GPUS_PER_NODE = 450e9, 8 * 50e9, 8
 PEAK, UTILISATION = 989e12, 0.42  # FLOPs per second; measured for XL/2 on an H200
 GPUS = (8, 64, 512)
 SIZES = {
@@ -162,7 +163,8 @@ def predictions() -> Rows:
         flops = {"dense": cost.dense_training_flops, "routed": cost.routed_training_flops}
         for n in GPUS:
             for parallel, passes in PASSES.items():
-                speed = NVLINK if n <= GPUS_PER_NODE else NETWORK
+                # passes (n - 1) / n bytes / speed; the slowest link of a ring decides
+                speed = NVLINK if n <= GPUS_PER_NODE else min(NVLINK, NETWORK)
                 sec = passes * (n - 1) / n * 4 * cost.num_parameters / speed
                 row = {
                     "network": f"{size}, {cost.num_parameters / 1e9:.2f}B",
