@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from tests.programs import start
 from tests.runs import TINY, metrics, tiny_run, tiny_trainer
@@ -11,6 +12,7 @@ from training.checkpoint import latest_checkpoint
 OPTIONS = ("model.init=xavier", "optimizer.lr=1e-3", "optimizer.eps=1e-3", "ema.decay=0.5", "run_name=r")
 OPTIONS += ("train.check_speed=false",)
 FSDP = "train.parallel=fsdp"
+NUM_OUTPUTS = 16  # of the last layer: patches of 2x2 and four channels
 
 
 def run_of(folder, num_processes, *overrides, **variables):
@@ -62,7 +64,13 @@ def test_groups_of_two_processes_share_weights_and_sum_gradients(tmp_path):
     whole = run_of(tmp_path / "whole", 4, "train.micro_batch_size=2")
     keys = ("train.micro_batch_size=2", "train.parallel=hsdp")
     groups = run_of(tmp_path / "groups", 4, *keys, LOCAL_WORLD_SIZE="2")
-    assert len(list(latest_checkpoint(groups).glob("shard-*.safetensors"))) == 2
+    rows = []
+    for file in latest_checkpoint(groups).glob("shard-*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names = opened.keys()
+            shapes = {key: opened.get_slice(key).get_shape() for key in names}
+        rows += [shape[0] for key, shape in shapes.items() if key == "net/final_layer.linear.bias"]
+    assert rows == [NUM_OUTPUTS // 2] * 2, "each copy is shared by two"
     assert_close(states_of(whole, keys[0]), states_of(groups, keys[0]), atol=1e-5)
 
 
