@@ -231,7 +231,7 @@ def _read_shards(checkpoint: Path, name: str, like: Mapping[str, torch.Tensor]) 
     if not list(checkpoint.glob("shard-*.safetensors")):
         return {}
     reader, prefix = HuggingFaceStorageReader(str(checkpoint)), f"{name}/"
-    saved = reader.read_metadata().state_dict_metadata
+    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata  # files hold tensors alone
     blank = {key: torch.empty(saved[key].size, device="meta") for key in saved if key.startswith(prefix)}
     places = {key: _place(like, key.removeprefix(prefix), tensor) for key, tensor in blank.items()}
     tensors = {
