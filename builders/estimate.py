@@ -1,5 +1,6 @@
 """Estimate the time, memory and disk space of a training, and measure the free resources."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,6 +12,7 @@ import torch
 
 from builders.auto import Resolved
 from builders.experiment import Experiment
+from builders.schemas import TrainConfig
 from models.cost import Cost
 from runtime.launch import Launch
 from runtime.machine import return_freed_memory
@@ -33,10 +35,20 @@ class Estimate:
     checkpoints: int  # bytes on disk
 
 
-def bytes_in_memory(experiment: Experiment) -> int:
-    """Count the bytes of weights, gradients, optimizer and averaged weights."""
+def bytes_in_memory(experiment: Experiment, num_processes: int) -> int:
+    """Count the bytes of weights, gradients, optimizer and averaged weights in each process."""
     num_parameters = sum(parameter.numel() for parameter in experiment.meta_net.parameters())
-    return num_parameters * (WEIGHT + GRADIENT + AVERAGE + OPTIMIZER)
+    num_bytes = num_parameters * (WEIGHT + GRADIENT + AVERAGE + OPTIMIZER)
+    if experiment.train.parallel == "ddp":
+        return num_bytes
+    # Weights and average are whole before they are sharded, and during evaluations.
+    shared = num_bytes // sharing_processes(experiment.train, num_processes)
+    return shared + num_parameters * (WEIGHT + AVERAGE)
+
+
+def sharing_processes(train: TrainConfig, num_processes: int) -> int:
+    """Return the number of processes that share one copy of the weights: all, or those of a machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if train.parallel == "hsdp" else num_processes
 
 
 def estimate(
@@ -54,8 +66,8 @@ def estimate(
     num_saved = train.keep_last + 1  # the oldest is removed after the newest is complete
     if train.milestone_every:
         num_saved += train.total_steps // train.milestone_every
-    memory = bytes_in_memory(experiment)
-    checkpoints = (memory - GRADIENT * cost.num_parameters) * num_saved
+    memory = bytes_in_memory(experiment, launch.world_size)
+    checkpoints = (WEIGHT + AVERAGE + OPTIMIZER) * cost.num_parameters * num_saved
     return Estimate(flops / (rate * launch.world_size), memory, checkpoints)
 
 

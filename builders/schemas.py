@@ -14,6 +14,7 @@ POSITIVE = ("total_steps", "batch_size", "log_every", "save_every", "keep_last",
 POSITIVE_OR_NULL = ("micro_batch_size", "grad_clip", "eval_every", "sample_every", "milestone_every")
 POSITIVE_OR_NULL += ("max_time_sec",)
 PRECISIONS = ("auto", "no", "bf16")
+PARALLEL, REDUCE_DTYPES = ("ddp", "fsdp", "hsdp"), ("fp32", "bf16")
 SWITCH = ("auto", "true", "false")
 # Objectives of networks of other code, as options of train.py.
 OBJECTIVES = {
@@ -36,6 +37,8 @@ class TrainConfig:
     compile: str = "auto"
     keep_freed_memory: str = "auto"  # on a CPU; results do not change
     grad_clip: float | None = None
+    parallel: str = "ddp"  # fsdp, hsdp: processes share weights, gradients and optimizer states
+    reduce_dtype: str = "fp32"  # of gradients while fsdp and hsdp sum them: fp32 or bf16
     log_every: int = 50
     save_every: int = MISSING
     eval_every: int | None = None
@@ -65,6 +68,10 @@ def check_train(train: TrainConfig) -> None:
     for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH), ("keep_freed_memory", SWITCH)):
         setattr(train, key, getattr(train, key).lower())  # a YAML `true` arrives as "True"
         check_choice(f"train.{key}", getattr(train, key), choices)
+    check_choice("train.parallel", train.parallel, PARALLEL)
+    check_choice("train.reduce_dtype", train.reduce_dtype, REDUCE_DTYPES)
+    if train.reduce_dtype != "fp32" and train.parallel == "ddp":
+        raise ValueError(f"train.reduce_dtype={train.reduce_dtype} does not apply to train.parallel=ddp")
     if (objective := train.init_from_objective) is not None:
         check_choice("train.init_from_objective", objective, tuple(OBJECTIVES))
         if not train.init_from:

@@ -34,6 +34,7 @@ def summary(
         *([f"speedup    {_speedup(cost)}"] if net.routes else []),
     ]
     processes = f"{details['num_processes']} process(es) on {details['device']}"
+    processes += " that share the weights" if train.parallel != "ddp" else ""
     batch = f"{train.batch_size} images, micro-batches of {resolved.micro_batch_size}"
     lines += [
         f"batch      {batch}, {processes}, {resolved.num_workers or 'no'} data workers",

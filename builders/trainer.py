@@ -12,11 +12,18 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from builders.auto import Resolved, resolve_auto
-from builders.estimate import Estimate, bytes_in_memory, estimate, free_disk, free_memory
+from builders.estimate import (
+    Estimate,
+    bytes_in_memory,
+    estimate,
+    free_disk,
+    free_memory,
+    sharing_processes,
+)
 from builders.evaluators import build_evaluators, check_sweep_metric, drawing_flops
 from builders.experiment import Experiment
 from builders.public import carries_configuration, num_heads_of, precond_of
-from builders.schemas import OBJECTIVES_OF_OTHERS
+from builders.schemas import OBJECTIVES_OF_OTHERS, TrainConfig
 from builders.summary import check_resources, summary, warnings
 from data import LatentDataset, entries_by_step, stream
 from models import Backbone, cost_of
@@ -31,6 +38,7 @@ from training.batches import Batches
 from training.checkpoint import CheckpointFolder, latest_checkpoint
 from training.recorder import Recorder
 from training.run_folder import RunFolder, changes
+from training.sharding import shard
 from training.speed import SpeedCheck, fp32_slowdown, micro_loss, most_graphs, specified_peak
 from training.stopping import StopRequest
 from training.trainer import Settings, Trainer
@@ -105,9 +113,12 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
     The folder must be locked.
     """
     train, device = experiment.train, launch.device
+    if train.parallel != "ddp" and launch.world_size == 1:
+        rule = "needs several processes: start train.py with torchrun or accelerate launch"
+        raise ValueError(f"train.parallel={train.parallel} {rule}")
     resolved, memory = _resolve(experiment, run, launch), free_memory(launch)
     # Check the memory before the network takes it.
-    least = Estimate(0.0, bytes_in_memory(experiment), 0)
+    least = Estimate(0.0, bytes_in_memory(experiment, launch.world_size), 0)
     launch.broadcast_from_main(lambda: check_resources(train, least, 0, memory, 0))
 
     torch.manual_seed(experiment.seed)
@@ -116,7 +127,7 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
     ema, plan = experiment.ema(net), experiment.route_plan(net)
     lengths = plan.lengths(train.masked_loss)
     lengths |= {net.num_tokens - length for length in lengths}  # model.window=separate has both
-    prepared = _prepare(net, resolved.compile, len(lengths))
+    prepared = _prepare(net, ema.net, resolved.compile, len(lengths), train, launch)
     precond, bare_loss = experiment.precond(prepared), experiment.loss(net)
     loss = torch.autocast(device.type, torch.bfloat16, enabled=resolved.bf16)(bare_loss)
     optimizer = experiment.optimizer(net.named_parameters())
@@ -176,6 +187,7 @@ def _start_writing(
     details = {
         "resolved": resolved.record(),
         "num_processes": launch.world_size,
+        "parallel": train.parallel,
         **environment(launch.device),
         "overrides": chosen_overrides(),
         "routes": trainer.route_plan.describe(train.masked_loss),
@@ -207,13 +219,20 @@ def _load_init(net: nn.Module, experiment: Experiment, run: RunFolder) -> dict[s
     return {**loaded, "precond": was, "other_objective": was != is_now, "sha256": sha256(file)}
 
 
-def _prepare(net: Backbone, compiled: bool, num_lengths: int) -> nn.Module:
+def _prepare(
+    net: Backbone, average: nn.Module, compiled: bool, num_lengths: int, train: TrainConfig, launch: Launch
+) -> nn.Module:
     # A sweep runs its jobs in one process: reset the state of the last job.
     AcceleratorState._reset_state()
     torch._dynamo.reset()
     if compiled:
         torch._dynamo.config.recompile_limit = 0
         compile_blocks(net.blocks, most_graphs(num_lengths))
+    if train.parallel != "ddp":
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[train.reduce_dtype]
+        for each in (net, average):
+            shard(each, launch, sharing_processes(train, launch.world_size), dtype)
+        return net
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     # The loss has its own autocast: the one of accelerate would stay on in evaluations.
     return Accelerator(mixed_precision="no", kwargs_handlers=[ddp]).prepare_model(net)

@@ -7,7 +7,7 @@ import psutil
 LAUNCHERS = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")  # set in the processes of launchers
 OFF = ("", "0", "no", "none", "false", "f", "n", "off")  # values that accelerate reads as false
 REFUSED = {
-    "ACCELERATE_USE_FSDP": "sharded weights are not supported",
+    "ACCELERATE_USE_FSDP": "train.parallel decides",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed is not supported",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM is not supported",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "model parallelism is not supported",

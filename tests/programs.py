@@ -48,6 +48,7 @@ def start(program, *arguments, folder=ROOT, num_processes=1, check=True, variabl
         processes = []
         for rank in range(num_processes):
             place = {name: str(rank) for name in ("RANK", "LOCAL_RANK")} if num_processes > 1 else {}
+            place |= variables or {}
             options = (str(folder), environment | place, file_bytes, f"{output}/{rank}")
             processes.append(
                 _context.Process(target=_run, args=(program, [str(a) for a in arguments], *options))

@@ -85,6 +85,7 @@ CHECKS = {
 def overrides_of(command):
     """Return the program of a command and its overrides; in a sweep, with the first value of each key."""
     words = shlex.split(command.removeprefix("until ").partition(";")[0], comments=True)
+    words = ["train.py" if word == "examples/slurm/train.sbatch" else word for word in words]
     (program,) = [word for word in words if word in PROGRAMS]
     given = words[words.index(program) + 1 :]
     sweep = given[:1] == ["-m"]  # whose launchers and sweepers are in tests/test_sweeps.py

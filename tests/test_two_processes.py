@@ -26,6 +26,7 @@ from tests.runs import TINY, before_each_step, composed, metrics, tiny_run, tiny
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import latest_checkpoint
 from training.fit import run_training
+from training.sharding import whole
 
 NUM_PROCESSES = 2
 SPOILT_STEP, SPOILT_PLACE, STOPPED_STEP = 1, 5, 2  # stopped where an evaluation is due and no checkpoint
@@ -105,7 +106,7 @@ def trained(folder, *overrides, ask_to_stop=False):
         before_each_step(trainer, lambda step: step == STOPPED_STEP and os.kill(os.getpid(), signal.SIGTERM))
     reason = run_training(trainer, run)
     tensors = [*trainer.net.parameters(), *trainer.ema.net.parameters()]
-    digest = hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in tensors))
+    digest = hashlib.sha256(b"".join(whole(tensor.detach()).numpy().tobytes() for tensor in tensors))
     return reason, digest.hexdigest()
 
 
@@ -155,6 +156,9 @@ def process(rank, folder):
         outcomes["stopped"] = trained(folder / "stopped", *run_options(folder), ask_to_stop=rank == 1)
         outcomes["resumed"] = trained(folder / "stopped", *run_options(folder))
         outcomes["handed"] = trained(folder / "handed", *run_options(folder), "train.total_steps=4")
+        sharded = (folder / "sharded", *run_options(folder), "train.parallel=fsdp")
+        outcomes["sharded_stopped"] = trained(*sharded, ask_to_stop=rank == 1)
+        outcomes["sharded"] = trained(*sharded)
         tiny_run(folder / "grown", *run_options(folder, "grow"), "train.total_steps=2", "train.log_every=1")
         tiny_run(folder / "smaller", "train.total_steps=3")
         outcomes["scores"] = scored(folder, launch)
@@ -234,6 +238,15 @@ def test_all_stop_where_one_process_is_asked_to_and_go_on_bitwise(folder, outcom
     starts = json.loads((folder / "stopped/manifest.json").read_text())["starts"]
     assert [start["step"] for start in starts] == [0, STOPPED_STEP + 1]
     assert_same_run(folder / "whole", folder / "stopped")
+
+
+def test_sharded_weights_stay_those_of_whole_ones_bitwise(folder, outcomes):
+    """With routes, masks, accumulation, a skipped step, a stop, uneven evaluations and pictures."""
+    assert [of_one.sharded_stopped[0] for of_one in outcomes] == ["SIGTERM"] * NUM_PROCESSES
+    assert {of_one.sharded for of_one in outcomes} == {of_one.whole for of_one in outcomes}
+    assert metrics(folder / "sharded") == metrics(folder / "whole")
+    files = [latest_checkpoint(folder / run) / "ema.safetensors" for run in ("sharded", "whole")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_a_run_says_what_another_number_of_processes_means(folder):

@@ -1,8 +1,10 @@
 """Checkpoints: tensors and plain types only. They are written to a hidden folder and renamed once complete.
 
 A checkpoint is a folder `step_00001000` with `net.safetensors`, `ema.safetensors` (the weights to sample
-from, usable on their own), `optimizer.safetensors`, `state.json` and `SHA256SUMS`. The first four files are
-checked against `SHA256SUMS` before use; `sha256sum -c SHA256SUMS` makes the same check by hand.
+from, usable on their own), `optimizer.safetensors`, `state.json` and `SHA256SUMS`. All files are checked
+against `SHA256SUMS` before use; `sha256sum -c SHA256SUMS` makes the same check by hand. Sharded weights and
+optimizer states are written by all processes, each to its `shard-N-*.safetensors`, in the layout of torch's
+distributed checkpoints. Any number of processes, sharded or not, can load either kind.
 """
 
 import json
@@ -14,15 +16,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed import is_initialized
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from runtime.files import finite, read_bounded, sha256, sync
 from runtime.launch import ALONE, Launch
+from training.optimizer import Optimizer
+from training.sharding import is_sharded, part_of, whole
 
 STEP_FOLDER = re.compile(r"step_(\d{8})")
 STATE, SUMS = "state.json", "SHA256SUMS"
-MAX_SUMS_BYTES = 2**12
+MAX_SUMS_BYTES = 2**18
+WHOLE = ("ema",)  # parts whose tensors are in one file, although they are sharded
+
+State = tuple[dict[str, torch.Tensor], dict[str, Any]]  # of a part: tensors by name, and the rest
 
 
 class Part(Protocol):
@@ -57,15 +67,31 @@ class CheckpointFolder:
         Raises:
             OSError: the checkpoint cannot be written; raised on all ranks. Earlier checkpoints are unchanged.
         """
-        states = {name: part.state_dict() for name, part in parts.items()}
-        self.launch.broadcast_from_main(lambda: self._write(step, states))  # also waits for the first rank
+        states = {name: _split(part.state_dict()) for name, part in parts.items()}
+        shards: dict[str, torch.Tensor] = {}
+        for name, (tensors, _) in states.items():
+            for key in tuple(tensors):
+                if name not in WHOLE and is_sharded(tensors[key]):
+                    shards[f"{name}/{key}"] = tensors.pop(key)
+                else:
+                    tensor = whole(tensors[key].detach())
+                    tensors[key] = tensor.contiguous() if self.launch.is_main else torch.empty(0)
+        partial = self.folder / f".step_{step:08d}.partial"
+        self.launch.broadcast_from_main(lambda: self._begin(partial))
+        digests = self._write_shards(partial, shards) if shards else {}
+        # Also waits for the first rank.
+        self.launch.broadcast_from_main(lambda: self._write(step, partial, states, digests))
 
     def load(self, checkpoint: Path, parts: Mapping[str, Part]) -> int:
         """Load a checkpoint into its parts, and return its step."""
         state = json.loads((checkpoint / STATE).read_text())
         for name, part in parts.items():
             file = checkpoint / f"{name}.safetensors"
-            part.load_state_dict(_merge(load_file(file) if file.exists() else {}, state[name]))
+            like = part.parameters() if isinstance(part, Optimizer) else _split(part.state_dict())[0]
+            tensors = load_file(file) if file.exists() else {}
+            tensors = {key: part_of(tensor, _place(like, key, tensor)) for key, tensor in tensors.items()}
+            tensors |= _read_shards(checkpoint, name, like)
+            part.load_state_dict(_merge(tensors, state[name]))
         return state["step"]
 
     def newest_intact(self, show: Callable[[str], None]) -> Path | None:
@@ -89,22 +115,35 @@ class CheckpointFolder:
             raise ValueError(f"{self.folder}: {rule}")
         return None
 
-    def _write(self, step: int, states: Mapping[str, dict[str, Any]]) -> None:
-        final = self.folder / f"step_{step:08d}"
-        partial = self.folder / f".{final.name}.partial"
+    def _begin(self, partial: Path) -> None:
         for left_over in self.folder.glob(".step_*"):  # of a process that was killed
             _remove(left_over)
+        self.folder.mkdir(exist_ok=True)  # without parents: a removed run folder must not reappear
+        partial.mkdir()
+
+    def _write_shards(self, partial: Path, shards: dict[str, torch.Tensor]) -> dict[str, str]:
+        """Write this rank's shards, and return the digests of all files of shards."""
+        file = partial / f"shard-{self.launch.rank + 1:05d}-model-00001-of-00001.safetensors"
         try:
-            self.folder.mkdir(exist_ok=True)  # without parents: a removed run folder must not reappear
-            partial.mkdir()
+            # Only tensors: anything else would be pickled into the file without a word.
+            dcp.save(shards, storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True))
+        except dcp.api.CheckpointException as error:  # on all ranks
+            self.launch.broadcast_from_main(lambda: shutil.rmtree(partial, ignore_errors=True))
+            raise OSError(str(error)) from error
+        return dict(self.launch.gather_items([(file.name, _digest(file))] if file.exists() else []))
+
+    def _write(self, step: int, partial: Path, states: Mapping[str, State], digests: dict[str, str]) -> None:
+        final = self.folder / f"step_{step:08d}"
+        try:
+            if damaged := [name for name, digest in digests.items() if not digest]:
+                raise OSError(f"{', '.join(damaged)}: not a safetensors file")
             rest: dict[str, Any] = {"step": step}
-            for name, state in states.items():
-                tensors, rest[name] = _split(state)
+            for name, (tensors, rest[name]) in states.items():
                 if tensors:
-                    tensors = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
                     save_file(tensors, partial / f"{name}.safetensors")
             (partial / STATE).write_text(json.dumps(finite(rest)) + "\n")
-            sums = [f"{sha256(file)}  {file.name}\n" for file in sorted(partial.iterdir())]
+            files = sorted(partial.iterdir())
+            sums = [f"{digests.get(file.name) or sha256(file)}  {file.name}\n" for file in files]
             (partial / SUMS).write_text("".join(sums))
             for path in (*partial.iterdir(), partial):
                 sync(path)
@@ -170,6 +209,37 @@ def intact_hint(damaged: Path, names: Iterable[str]) -> str:
         if path != damaged and damage_of(path, names) is None:
             return f"step {step} is intact: {path}"
     return "the run has no other intact checkpoint"
+
+
+def _digest(file: Path) -> str:
+    """Return the digest of a safetensors file; empty if its header cannot be read."""
+    try:
+        with safe_open(file, "pt"):
+            return sha256(file)
+    except SafetensorError:
+        return ""
+
+
+def _place(like: Mapping[str, torch.Tensor], key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as which a tensor is sharded: the one of its name, or the parameter of its state."""
+    found = like.get(key, like.get(key.rpartition("/")[0], tensor))
+    return found if found.shape == tensor.shape else tensor
+
+
+def _read_shards(checkpoint: Path, name: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Read the sharded tensors of a part, each placed as this process needs it."""
+    if not list(checkpoint.glob("shard-*.safetensors")):
+        return {}
+    reader, prefix = HuggingFaceStorageReader(str(checkpoint)), f"{name}/"
+    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata  # files hold tensors alone
+    blank = {key: torch.empty(saved[key].size, device="meta") for key in saved if key.startswith(prefix)}
+    places = {key: _place(like, key.removeprefix(prefix), tensor) for key, tensor in blank.items()}
+    tensors = {
+        key: torch.empty(p.shape) if p.is_meta else torch.empty_like(p, requires_grad=False)
+        for key, p in places.items()
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=not is_initialized())
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
 
 
 def _discard(checkpoint: Path) -> None:

@@ -61,6 +61,12 @@ class Optimizer:
             else:
                 _step_or_undo(optimizer, skipped)
 
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters by the key of their state in `state_dict`, joined with /."""
+        groups = {name: optimizer.param_groups for name, optimizer in self.optimizers.items()}
+        by_optimizer = {name: [p for group in g for p in group["params"]] for name, g in groups.items()}
+        return {f"{name}/state/{i}": p for name, ps in by_optimizer.items() for i, p in enumerate(ps)}
+
     def state_dict(self) -> dict[str, Any]:
         return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
 

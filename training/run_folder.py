@@ -24,13 +24,14 @@ FREE_KEYS = ("run_name", "output_dir", "wait", "decoding", "data.encoder", "mode
 FREE_KEYS += ("sweep_metric", "evaluation", "guidance", "sampler", "tracker")
 FREE_OF_TRAIN = ("log_every", "save_every", "eval_every", "sample_every", "keep_last", "milestone_every")
 FREE_OF_TRAIN += ("total_steps", "max_time_sec", "max_skipped_steps", "num_workers", "keep_freed_memory")
-FREE_OF_TRAIN += ("check_resources", "check_speed")
+FREE_OF_TRAIN += ("check_resources", "check_speed", "parallel")
 FREE_KEYS += tuple(f"train.{key}" for key in FREE_OF_TRAIN)
 # Keys that a resumed run may not change if it scores samples: its scores must stay comparable.
 SCORING_KEYS = ("decoding", "evaluation", "guidance", "sampler")
 # Effects of a change on the numbers of a resumed run.
 EFFECTS = {
     "num_processes": "sums are rounded differently",
+    "parallel": "sums are rounded differently",
     "micro_batch_size": "noise, dropped labels and tokens differ from this step on",
     "code": "results may differ",
 }
@@ -237,6 +238,7 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     before, now = (
         {
             "num_processes": manifest["num_processes"],
+            "parallel": manifest["parallel"],
             "micro_batch_size": manifest["resolved"]["micro_batch_size"],
             "code": manifest["source_sha256"][:8],
             **{key: manifest[key] for key in ("device", "processor", "threads")},

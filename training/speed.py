@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 
 from training.recorder import Recorder
+from training.sharding import no_sync
 
 MIN_SHARE = 0.8  # fraction of the predicted speed-up below which routes count as slow
 REPEATS = 7
@@ -87,11 +89,6 @@ def micro_loss(
     return loss(precond, x, labels, generator=generator, routing=routing)
 
 
-def no_sync(precond: Any) -> Any:
-    """Return a context in which a backward pass does not synchronise gradients."""
-    return precond.net.no_sync() if hasattr(precond.net, "no_sync") else nullcontext()
-
-
 def most_graphs(num_lengths: int) -> int:
     """Return the largest number of compiled graphs: one per length, and another if a block runs in fp32."""
     return 2 * num_lengths + 4
@@ -143,8 +140,10 @@ class SpeedCheck:
 
     def _step(self, ratios: tuple[float, ...]) -> None:
         """Run forward and backward on a micro-batch, then clear the gradients."""
+        # Gradients that FSDP does not synchronise would be kept for the next step.
+        sharded = isinstance(self.precond.net, FSDPModule)
         try:
-            with no_sync(self.precond):
+            with nullcontext() if sharded else no_sync(self.precond.net):
                 self.losses(ratios).mean().backward()
         finally:
             self.precond.zero_grad()

@@ -20,7 +20,7 @@ from training.clock import Clock
 from training.ema import EMA
 from training.optimizer import Optimizer
 from training.recorder import Recorder, without_pictures
-from training.speed import no_sync
+from training.sharding import gathered, no_sync, whole
 from training.stopping import StopRequest
 from training.window import NotFinite, Window, Work
 
@@ -80,6 +80,11 @@ class Trainer:
         self.step = self.saved_step = self.first_step = 0
 
     @property
+    def networks(self) -> list[nn.Module]:
+        """The trained network, and the averaged one."""
+        return [self.net, *([self.ema.net] if self.ema is not None else [])]
+
+    @property
     def parts(self) -> dict[str, Part]:
         """The parts that a checkpoint saves."""
         names = ("net", "ema", "optimizer", "clock", "window", "recorder")
@@ -133,7 +138,7 @@ class Trainer:
             # The same ratios for all micro-batches of a step.
             routing = self.route_plan.routing(self.step, batch.num_forced, batch.force_keep)
             self.ratios = routing.selection_ratio
-            with nullcontext() if number == num_micro_batches else no_sync(self.precond):
+            with nullcontext() if number == num_micro_batches else no_sync(self.precond.net):
                 options = {"routing": routing, "mask": batch.masks, "generator": batch.generator}
                 losses = self.loss(self.precond, batch.x, batch.class_labels, **options)
                 micro_loss = losses.mean() / num_micro_batches
@@ -149,7 +154,8 @@ class Trainer:
         """Clip the gradient, step, and update the average. Return the gradient norm before clipping, and 1 if
         the step was skipped, else 0 (0-d each).
         """
-        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        grad_norm = whole(torch.nn.utils.get_total_norm(gradients))
         if self.settings.grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.settings.grad_clip, grad_norm)
         # The device skips a step that is not finite. Gradients are the same on all ranks.
@@ -210,7 +216,7 @@ class Trainer:
                     self._save(must=True)
                 return reason
             self.recorder.check_place()  # evaluators write to the folder
-            with self.recorder.doing("evaluate"), self.clock.timing("evaluation"):
+            with self.recorder.doing("evaluate"), self.clock.timing("evaluation"), gathered(*self.networks):
                 values |= evaluator(self.step)
         numbers = without_pictures(values)
         if values:

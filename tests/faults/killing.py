@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import torch
+from safetensors.torch import load_file
 
 from tests.runs import ROOT, TINY, metrics
 from training.checkpoint import damage_of, latest_checkpoint, steps_in
@@ -22,6 +24,7 @@ INJECT = Path(__file__).with_name("inject.py")
 ENVIRONMENT = {**os.environ, "ACCELERATE_USE_CPU": "true"}
 ONE = (sys.executable,)
 TWO = (str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2")
+FOUR = (*TWO[:-1], "4")
 ALL_ENDED_WITHIN_SEC = 45  # torchrun waits 30 s after it signals its processes
 STARTED_WITHIN_SEC = 120
 
@@ -37,6 +40,8 @@ VARIANTS = {
     "accumulation": (ONE, "train.micro_batch_size=2"),
     "compiled": (ONE, "train.compile=true"),
     "two processes": (TWO, "train.micro_batch_size=2"),
+    "sharded": (TWO, "train.micro_batch_size=2", "train.parallel=fsdp"),
+    "sharded by four": (FOUR, "train.parallel=fsdp"),
 }
 
 
@@ -151,9 +156,10 @@ def differences(one: Path, other: Path) -> list[str]:
     """Describe differences between two runs that should be equal; clocks are ignored."""
     checkpoints = latest_checkpoint(one), latest_checkpoint(other)
     different = []
-    for name in ("net", "ema", "optimizer"):
-        first, second = ((checkpoint / f"{name}.safetensors").read_bytes() for checkpoint in checkpoints)
-        different += [] if first == second else [f"{name} of {other}"]
+    for file in sorted(checkpoints[0].glob("*.safetensors")):
+        first, second = load_file(file), load_file(checkpoints[1] / file.name)  # in any order
+        same = first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+        different += [] if same else [f"{file.name} of {other}"]
     return different + ([] if metrics(one) == metrics(other) else [f"metrics of {other}"])
 
 

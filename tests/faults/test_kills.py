@@ -12,7 +12,7 @@ from tests.faults.killing import ENVIRONMENT, ONE, STARTED_WITHIN_SEC, TWO, kill
 from tests.programs import start
 from tests.runs import ROOT, tiny_run
 
-NUM_KILLS = {"accumulation": 6, "two processes": 2}
+NUM_KILLS = {"accumulation": 6, "two processes": 2, "sharded": 2, "sharded by four": 1}
 
 
 @pytest.mark.slow

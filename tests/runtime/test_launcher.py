@@ -43,7 +43,7 @@ def test_what_accelerate_sets_by_itself_is_not_refused(monkeypatch, options):
 @pytest.mark.parametrize(
     ("variables", "refused"),
     [
-        (FSDP, "ACCELERATE_USE_FSDP=true: sharded weights are not"),
+        (FSDP, "ACCELERATE_USE_FSDP=true: train.parallel decides"),
         (("--dynamo_backend=inductor",), "ACCELERATE_DYNAMO_BACKEND=INDUCTOR: train.compile decides"),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "_STEPS=4: train.micro_batch_size decides"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED=true: DeepSpeed is not supported"),
@@ -61,13 +61,13 @@ def test_options_of_launchers_that_are_not_supported_are_refused(monkeypatch, va
 @pytest.mark.parametrize(
     ("program", "variables", "line"),
     [
-        ("-m examples.finetune", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: sharded"),
+        ("-m examples.finetune", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: train.parallel"),
         (
             "-m examples.finetune",
             {"ACCELERATE_MIXED_PRECISION": "bf16"},
             "mixed_precision=no, but the launcher",
         ),
-        ("train.py", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: sharded weights are not"),
+        ("train.py", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: train.parallel decides"),
     ],
 )
 def test_a_program_refuses_such_options_before_any_work(tmp_path, program, variables, line):

@@ -1,0 +1,111 @@
+"""Sharded trainings compared with whole ones, and checkpoints that pass from one to the other."""
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.programs import start
+from tests.runs import TINY, metrics, tiny_run, tiny_trainer
+from training.checkpoint import latest_checkpoint
+
+# The zeros of adaLN-Zero would hide most weights, and a small eps of Adam would amplify rounding errors.
+OPTIONS = ("model.init=xavier", "optimizer.lr=1e-3", "optimizer.eps=1e-3", "ema.decay=0.5", "run_name=r")
+OPTIONS += ("train.check_speed=false",)
+FSDP = "train.parallel=fsdp"
+NUM_OUTPUTS = 16  # of the last layer: patches of 2x2 and four channels
+
+
+def run_of(folder, num_processes, *overrides, **variables):
+    """Train with some processes; return the folder of the run."""
+    keys = (*TINY, *OPTIONS, *overrides, f"output_dir={folder}")
+    start("train.py", *keys, num_processes=num_processes, variables=variables)
+    return folder
+
+
+def states_of(folder, *overrides):
+    """Return the tensors that one process loads from the newest checkpoint."""
+    trainer, run = tiny_trainer(folder, *OPTIONS, *overrides)
+    run.unlock()
+    optimizer = trainer.optimizer.state_dict()["all"]["state"]
+    states = [trainer.net.state_dict(), trainer.ema.net.state_dict(), *optimizer.values()]
+    assert all(
+        type(tensor) is torch.Tensor or tensor.is_leaf for state in states for tensor in state.values()
+    )
+    return states
+
+
+def assert_close(states, others, atol):
+    for state, other in zip(states, others, strict=True):
+        assert state.keys() == other.keys()
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, other[name], rtol=0, atol=atol)
+
+
+CASES = {
+    "checkpointing": ("model.gradient_checkpointing=true", "train.grad_clip=0.1"),
+    "sprint": ("model=sprint",),
+    "compiled": ("train.compile=true", "train.total_steps=2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_that_share_weights_train_those_of_two_that_do_not(tmp_path, case):
+    """Bitwise, except where norms or products are summed in another order."""
+    keys = (*CASES[case], "train.micro_batch_size=2")
+    whole, sharded = run_of(tmp_path / "whole", 2, *keys), run_of(tmp_path / "sharded", 2, *keys, FSDP)
+    assert_close(states_of(whole, *keys), states_of(sharded, *keys), atol=1e-5)
+    for line, other in zip(metrics(whole), metrics(sharded), strict=True):
+        assert line == {key: pytest.approx(value, rel=1e-5) for key, value in other.items()}
+
+
+@pytest.mark.slow
+def test_groups_of_two_processes_share_weights_and_sum_gradients(tmp_path):
+    whole = run_of(tmp_path / "whole", 4, "train.micro_batch_size=2")
+    keys = ("train.micro_batch_size=2", "train.parallel=hsdp")
+    groups = run_of(tmp_path / "groups", 4, *keys, LOCAL_WORLD_SIZE="2")
+    rows = []
+    for file in latest_checkpoint(groups).glob("shard-*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names = opened.keys()
+            shapes = {key: opened.get_slice(key).get_shape() for key in names}
+        rows += [shape[0] for key, shape in shapes.items() if key == "net/final_layer.linear.bias"]
+    assert rows == [NUM_OUTPUTS // 2] * 2, "each copy is shared by two"
+    assert_close(states_of(whole, keys[0]), states_of(groups, keys[0]), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_gradients_that_are_summed_in_bf16_are_rounded(tmp_path):
+    keys, rounded = ("train.micro_batch_size=2", "train.total_steps=1"), "train.reduce_dtype=bf16"
+    norms = [
+        metrics(run_of(tmp_path / name, 2, *keys, FSDP, "train.log_every=1", *more))[0]["grad_norm"]
+        for name, more in (("fp32", ()), ("bf16", (rounded,)))
+    ]
+    assert 0 < abs(norms[1] / norms[0] - 1) < 5e-3
+
+
+@pytest.mark.slow
+def test_checkpoints_pass_between_four_sharding_processes_and_one(tmp_path):
+    """Four write and one resumes, and the other way round; each loads the weights that the other wrote."""
+    short, one_key = "train.total_steps=4", "train.micro_batch_size=2"
+    four = run_of(tmp_path / "four", 4, one_key, FSDP, short)
+    assert len(list(latest_checkpoint(four).glob("shard-*.safetensors"))) == 4
+    tiny_run(tmp_path / "one", *OPTIONS, one_key, short)
+    before = states_of(four, one_key, short), states_of(tmp_path / "one", one_key, short)
+    assert_close(*before, atol=1e-5)
+    tiny_run(four, *OPTIONS, one_key)
+    run_of(tmp_path / "one", 4, one_key, FSDP)
+    assert_close(states_of(four, one_key), states_of(tmp_path / "one", one_key), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ((FSDP,), r"train\.parallel=fsdp needs several processes"),
+        (("train.parallel=tensor",), r"train\.parallel=tensor must be one of ddp, fsdp, hsdp"),
+        (("train.reduce_dtype=bf16",), r"train\.reduce_dtype=bf16 does not apply to train\.parallel=ddp"),
+    ],
+)
+def test_wrong_choices_are_one_line(tmp_path, keys, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_trainer(tmp_path / "run", *keys)

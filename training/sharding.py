@@ -1,0 +1,89 @@
+"""Share weights, gradients and optimizer states between the processes of a training (FSDP2).
+
+The engine is torch's `fully_shard`, with weights and sums of gradients in fp32. Gradients are the same as
+under DDP, bit for bit. A sharded tensor is a DTensor, of which each process has a part.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from runtime.launch import Launch
+
+
+def shard(net: nn.Module, launch: Launch, group_size: int, reduce_dtype: torch.dtype) -> None:
+    """Share the weights of a network between processes, in place: one unit per block, and the rest.
+
+    Compile the blocks and copy the network before; build its optimizer after.
+
+    Args:
+        group_size: number of processes that share one copy of the weights, a divisor of all. With several
+            groups, gradients are summed inside each and then over the groups.
+        reduce_dtype: of the gradients while they are summed.
+    """
+    num_groups = launch.world_size // group_size
+    shape, names = ((launch.world_size,), ("shard",))
+    if num_groups > 1:
+        shape, names = (num_groups, group_size), ("replicate", "shard")
+    mesh = init_device_mesh(launch.device.type, shape, mesh_dim_names=names)
+    # Autocast decides the precision of the forward pass; a cast of its inputs would round the time.
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    for block in net.get_submodule("blocks").children():
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
+
+
+@contextmanager
+def gathered(*nets: nn.Module) -> Iterator[None]:
+    """Keep whole weights on every process inside this context: a forward pass does not communicate, and
+    processes may run different numbers of them. Without effect on networks that are not sharded.
+    """
+    groups = [module for net in nets for module in net.modules() if isinstance(module, FSDPModule)]
+    for group in groups:
+        group.set_reshard_after_forward(False, recurse=False)
+        group.unshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.set_reshard_after_forward(group not in nets, recurse=False)  # as fully_shard does
+            group.reshard()
+
+
+@contextmanager
+def no_sync(net: Any) -> Iterator[None]:
+    """Do not synchronise gradients in the backward passes inside this context."""
+    if isinstance(net, FSDPModule):
+        net.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            net.set_requires_gradient_sync(True)
+    elif hasattr(net, "no_sync"):  # DDP
+        with net.no_sync():
+            yield
+    else:
+        yield
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """True if this process has a part of a tensor."""
+    return isinstance(tensor, DTensor)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sharded tensor as a plain one, which all processes must call; other tensors unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Shard a tensor, which all processes have, as `like` is sharded; unchanged if `like` is not."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
