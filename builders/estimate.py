@@ -47,8 +47,18 @@ def bytes_in_memory(experiment: Experiment, num_processes: int) -> int:
 
 
 def sharing_processes(train: TrainConfig, num_processes: int) -> int:
-    """Return the number of processes that share one copy of the weights: all, or those of a machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if train.parallel == "hsdp" else num_processes
+    """Return the number of processes that share one copy of the weights.
+
+    Raises:
+        ValueError: LOCAL_WORLD_SIZE, which `hsdp` needs, is not set or does not divide `num_processes`.
+    """
+    if train.parallel != "hsdp":
+        return num_processes
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not local.isdecimal() or num_processes % int(local):
+        rule = f"must be set, and divide the number of processes={num_processes}"
+        raise ValueError(f"train.parallel=hsdp: the variable LOCAL_WORLD_SIZE={local} {rule}")
+    return int(local)
 
 
 def estimate(

@@ -12,14 +12,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 
 from builders.auto import Resolved, resolve_auto
-from builders.estimate import (
-    Estimate,
-    bytes_in_memory,
-    estimate,
-    free_disk,
-    free_memory,
-    sharing_processes,
-)
+from builders.estimate import Estimate, bytes_in_memory, estimate, free_disk, free_memory, sharing_processes
 from builders.evaluators import build_evaluators, check_sweep_metric, drawing_flops
 from builders.experiment import Experiment
 from builders.public import carries_configuration, num_heads_of, precond_of

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed import is_initialized
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from runtime.files import finite, read_bounded, sha256, sync
 from runtime.launch import ALONE, Launch
@@ -75,7 +73,8 @@ class CheckpointFolder:
                     shards[f"{name}/{key}"] = tensors.pop(key)
                 else:
                     tensor = whole(tensors[key].detach())
-                    tensors[key] = tensor.contiguous() if self.launch.is_main else torch.empty(0)
+                    # On the host at once: a device may not have room for all whole tensors.
+                    tensors[key] = tensor.cpu().contiguous() if self.launch.is_main else torch.empty(0)
         partial = self.folder / f".step_{step:08d}.partial"
         self.launch.broadcast_from_main(lambda: self._begin(partial))
         digests = self._write_shards(partial, shards) if shards else {}
@@ -123,20 +122,23 @@ class CheckpointFolder:
 
     def _write_shards(self, partial: Path, shards: dict[str, torch.Tensor]) -> dict[str, str]:
         """Write this rank's shards, and return the digests of all files of shards."""
+        import torch.distributed.checkpoint as dcp
+
         file = partial / f"shard-{self.launch.rank + 1:05d}-model-00001-of-00001.safetensors"
         try:
             # Only tensors: anything else would be pickled into the file without a word.
-            dcp.save(shards, storage_writer=HuggingFaceStorageWriter(str(partial), save_distributed=True))
+            dcp.save(shards, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
         except dcp.api.CheckpointException as error:  # on all ranks
             self.launch.broadcast_from_main(lambda: shutil.rmtree(partial, ignore_errors=True))
             raise OSError(str(error)) from error
-        return dict(self.launch.gather_items([(file.name, _digest(file))] if file.exists() else []))
+        return dict(self.launch.gather_items([(file.name, sha256(file))] if file.exists() else []))
 
     def _write(self, step: int, partial: Path, states: Mapping[str, State], digests: dict[str, str]) -> None:
         final = self.folder / f"step_{step:08d}"
         try:
-            if damaged := [name for name, digest in digests.items() if not digest]:
-                raise OSError(f"{', '.join(damaged)}: not a safetensors file")
+            for name in digests:
+                with safe_open(partial / name, "pt"):  # an error if its header is damaged
+                    pass
             rest: dict[str, Any] = {"step": step}
             for name, (tensors, rest[name]) in states.items():
                 if tensors:
@@ -211,15 +213,6 @@ def intact_hint(damaged: Path, names: Iterable[str]) -> str:
     return "the run has no other intact checkpoint"
 
 
-def _digest(file: Path) -> str:
-    """Return the digest of a safetensors file; empty if its header cannot be read."""
-    try:
-        with safe_open(file, "pt"):
-            return sha256(file)
-    except SafetensorError:
-        return ""
-
-
 def _place(like: Mapping[str, torch.Tensor], key: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as which a tensor is sharded: the one of its name, or the parameter of its state."""
     found = like.get(key, like.get(key.rpartition("/")[0], tensor))
@@ -230,7 +223,9 @@ def _read_shards(checkpoint: Path, name: str, like: Mapping[str, torch.Tensor]) 
     """Read the sharded tensors of a part, each placed as this process needs it."""
     if not list(checkpoint.glob("shard-*.safetensors")):
         return {}
-    reader, prefix = HuggingFaceStorageReader(str(checkpoint)), f"{name}/"
+    import torch.distributed.checkpoint as dcp
+
+    reader, prefix = dcp.HuggingFaceStorageReader(str(checkpoint)), f"{name}/"
     saved: dict[str, Any] = reader.read_metadata().state_dict_metadata  # files hold tensors alone
     blank = {key: torch.empty(saved[key].size, device="meta") for key in saved if key.startswith(prefix)}
     places = {key: _place(like, key.removeprefix(prefix), tensor) for key, tensor in blank.items()}

@@ -1,7 +1,8 @@
 """Share weights, gradients and optimizer states between the processes of a training (FSDP2).
 
 The engine is torch's `fully_shard`, with weights and sums of gradients in fp32. Gradients are the same as
-under DDP, bit for bit. A sharded tensor is a DTensor, of which each process has a part.
+under DDP, up to the order of summation. A sharded tensor is a DTensor, of which each process has a part. Only
+sharded trainings import its packages, which takes most of a second.
 """
 
 from collections.abc import Iterator
@@ -10,9 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from runtime.launch import Launch
 
@@ -27,11 +25,12 @@ def shard(net: nn.Module, launch: Launch, group_size: int, reduce_dtype: torch.d
             groups, gradients are summed inside each and then over the groups.
         reduce_dtype: of the gradients while they are summed.
     """
-    num_groups = launch.world_size // group_size
-    shape, names = ((launch.world_size,), ("shard",))
-    if num_groups > 1:
-        shape, names = (num_groups, group_size), ("replicate", "shard")
-    mesh = init_device_mesh(launch.device.type, shape, mesh_dim_names=names)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    groups = {"replicate": launch.world_size // group_size, "shard": group_size}
+    sizes = {name: size for name, size in groups.items() if size > 1 or name == "shard"}
+    mesh = init_device_mesh(launch.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
     # Autocast decides the precision of the forward pass; a cast of its inputs would round the time.
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for block in net.get_submodule("blocks").children():
@@ -44,7 +43,7 @@ def gathered(*nets: nn.Module) -> Iterator[None]:
     """Keep whole weights on every process inside this context: a forward pass does not communicate, and
     processes may run different numbers of them. Without effect on networks that are not sharded.
     """
-    groups = [module for net in nets for module in net.modules() if isinstance(module, FSDPModule)]
+    groups: list[Any] = [module for net in nets for module in net.modules() if shares_weights(module)]
     for group in groups:
         group.set_reshard_after_forward(False, recurse=False)
         group.unshard()
@@ -59,7 +58,7 @@ def gathered(*nets: nn.Module) -> Iterator[None]:
 @contextmanager
 def no_sync(net: Any) -> Iterator[None]:
     """Do not synchronise gradients in the backward passes inside this context."""
-    if isinstance(net, FSDPModule):
+    if shares_weights(net):
         net.set_requires_gradient_sync(False)
         try:
             yield
@@ -72,18 +71,25 @@ def no_sync(net: Any) -> Iterator[None]:
         yield
 
 
+def shares_weights(module: Any) -> bool:
+    """True if `fully_shard` was applied to a module."""
+    return hasattr(module, "unshard")
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """True if this process has a part of a tensor."""
-    return isinstance(tensor, DTensor)
+    return hasattr(tensor, "placements")
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Any) -> torch.Tensor:
     """Return a sharded tensor as a plain one, which all processes must call; other tensors unchanged."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def part_of(tensor: torch.Tensor, like: Any) -> torch.Tensor:
     """Shard a tensor, which all processes have, as `like` is sharded; unchanged if `like` is not."""
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return tensor
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

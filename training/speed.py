@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 
 from training.recorder import Recorder
-from training.sharding import no_sync
+from training.sharding import no_sync, shares_weights
 
 MIN_SHARE = 0.8  # fraction of the predicted speed-up below which routes count as slow
 REPEATS = 7
@@ -141,9 +140,8 @@ class SpeedCheck:
     def _step(self, ratios: tuple[float, ...]) -> None:
         """Run forward and backward on a micro-batch, then clear the gradients."""
         # Gradients that FSDP does not synchronise would be kept for the next step.
-        sharded = isinstance(self.precond.net, FSDPModule)
         try:
-            with nullcontext() if sharded else no_sync(self.precond.net):
+            with nullcontext() if shares_weights(self.precond.net) else no_sync(self.precond.net):
                 self.losses(ratios).mean().backward()
         finally:
             self.precond.zero_grad()

@@ -6,7 +6,7 @@ from safetensors import safe_open
 
 from tests.programs import start
 from tests.runs import TINY, metrics, tiny_run, tiny_trainer
-from training.checkpoint import latest_checkpoint
+from training.checkpoint import CheckpointFolder, latest_checkpoint
 
 # The zeros of adaLN-Zero would hide most weights, and a small eps of Adam would amplify rounding errors.
 OPTIONS = ("model.init=xavier", "optimizer.lr=1e-3", "optimizer.eps=1e-3", "ema.decay=0.5", "run_name=r")
@@ -96,6 +96,15 @@ def test_checkpoints_pass_between_four_sharding_processes_and_one(tmp_path):
     tiny_run(four, *OPTIONS, one_key)
     run_of(tmp_path / "one", 4, one_key, FSDP)
     assert_close(states_of(four, one_key), states_of(tmp_path / "one", one_key), atol=1e-5)
+
+
+def test_a_damaged_shard_is_no_checkpoint(tmp_path):
+    folder, partial = CheckpointFolder(tmp_path, 2, None), tmp_path / ".step_00000001.partial"
+    partial.mkdir()
+    (partial / "shard-00001.safetensors").write_bytes(b"pickled, not safetensors")
+    with pytest.raises(OSError, match="header"):
+        folder._write(1, partial, {}, {"shard-00001.safetensors": "0"})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
