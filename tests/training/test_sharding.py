@@ -44,6 +44,7 @@ def assert_close(states, others, atol):
 CASES = {
     "checkpointing": ("model.gradient_checkpointing=true", "train.grad_clip=0.1"),
     "sprint": ("model=sprint",),
+    "a process without held-out entries": ("train.eval_every=3",),
     "compiled": ("train.compile=true", "train.total_steps=2"),
 }
 
