@@ -182,9 +182,8 @@ class Work:
         task = (f"data={study.data}", *study.task)
         # Computed here, because two threads cannot compose a configuration at once.
         gflops = {arm: gflop_a_step((*task, *keys)) for arm, keys in {**TWINS, **self.arms}.items()}
-        cheapest = (
-            self.steps * gflops["routed"]
-        )  # the step at which an arm has cost as much as the routed one
+        cheapest = self.steps * gflops["routed"]
+        # The step at which an arm has cost as much as the routed one.
         self.equal = {arm: self._evaluated(min(self.steps, cheapest / gflops[arm])) for arm in self.arms}
 
     def run(self) -> list[str]:
@@ -244,8 +243,8 @@ class Work:
         keys += (*TINY, *TINY_DATA.get(study.data, ())) if self.request.tiny else ()
         keys += [f"data.path={out / self.name}"] if study.data != "mixture" else []  # a mixture has no file
         keys += [f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null"]
-        keys += [f"train.{key}={every}" for key in ("eval_every", "save_every")]
-        keys.append(f"train.keep_last={steps // every}")
+        # Milestones stay, also if a stopped training saves a checkpoint between two of them.
+        keys += [f"train.{key}={every}" for key in ("eval_every", "save_every", "milestone_every")]
         try:
             start_program("train.py", Path(f"{run}.log"), *keys)
         except OSError:

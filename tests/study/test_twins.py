@@ -154,7 +154,8 @@ def test_a_study_is_searched_trained_and_scored_and_not_done_again(tmp_path):
 def test_a_limit_stops_a_stage_of_a_gpu_which_the_next_call_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE_SEC", 15)
     assert gpu.run_apart("twins", tmp_path, True, 0) == gpu.ENDS[gpu.TIME_IS_UP]
-    assert gpu.run_apart("twins", tmp_path, True, 1800) == "done"
+    end = gpu.run_apart("twins", tmp_path, True, 1800)
+    assert end == "done", (tmp_path / "twins.log").read_text()
     (file,) = tmp_path.glob("twins_glyphs-s2_*.csv")
     scored = [row for row in read_results(file) if row["noise"]]
     assert {row["arm"] for row in scored} == {"dense", "routed"}
