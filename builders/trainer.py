@@ -31,7 +31,7 @@ from training.batches import Batches
 from training.checkpoint import CheckpointFolder, latest_checkpoint
 from training.recorder import Recorder
 from training.run_folder import RunFolder, changes
-from training.sharding import shard
+from training.sharding import check_parallel, shard
 from training.speed import SpeedCheck, fp32_slowdown, micro_loss, most_graphs, specified_peak
 from training.stopping import StopRequest
 from training.trainer import Settings, Trainer
@@ -106,9 +106,7 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
     The folder must be locked.
     """
     train, device = experiment.train, launch.device
-    if train.parallel != "ddp" and launch.world_size == 1:
-        rule = "needs several processes: start train.py with torchrun or accelerate launch"
-        raise ValueError(f"train.parallel={train.parallel} {rule}")
+    check_parallel("train.parallel", train.parallel, launch.world_size)
     resolved, memory = _resolve(experiment, run, launch), free_memory(launch)
     # Check the memory before the network takes it.
     least = Estimate(0.0, bytes_in_memory(experiment, launch.world_size), 0)
@@ -224,7 +222,8 @@ def _prepare(
     if train.parallel != "ddp":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[train.reduce_dtype]
         for each in (net, average):
-            shard(each, launch, sharing_processes(train, launch.world_size), dtype)
+            blocks = each.get_submodule("blocks").children()
+            shard(each, blocks, launch, sharing_processes(train, launch.world_size), dtype)
         return net
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     # The loss has its own autocast: the one of accelerate would stay on in evaluations.

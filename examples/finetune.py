@@ -36,6 +36,7 @@ from builders.experiment import check_routes
 from data import StreamOrder
 from models import token_mask
 from routing import Route, RoutePlan, Routing, attach, from_simpletuner, norm_router, random_router
+from routing.adapters.families import adapter_of
 from runtime.arrays import map_array
 from runtime.config import INTERRUPTED, run_main, user_mistakes
 from runtime.errors import check_choice, check_not_negative, check_positive
@@ -50,6 +51,7 @@ from training.fit import run_training
 from training.optimizer import Optimizer
 from training.recorder import Recorder
 from training.run_folder import RunFolder
+from training.sharding import check_parallel, gathered, shard, whole
 from training.stopping import INTERRUPT, StopRequest
 from training.trainer import Settings, Trainer
 
@@ -79,6 +81,7 @@ class FinetuneConfig:
     train: str = "lora"  # or lokr, full
     rank: int = 16
     gradient_checkpointing: bool = False
+    parallel: str = "ddp"  # or fsdp: processes share weights, gradients and optimizer states
     mixed_precision: str = "no"  # or bf16
     lr: float = 1e-4
     shift: float = 1.0  # of the times; above 1: towards noise
@@ -123,7 +126,7 @@ class Inputs(dict[str, Tensor]):
 class Net(nn.Module):
     """A transformer of diffusers as a network of the Trainer. Its state has only the trained weights."""
 
-    def __init__(self, transformer: nn.Module, family: Family, routes: tuple[Route, ...]):
+    def __init__(self, transformer: nn.Module, routes: tuple[Route, ...], family: Family):
         super().__init__()
         self.transformer, self.family, self.routes = transformer, family, routes
 
@@ -248,6 +251,7 @@ def main(cfg: DictConfig) -> None:
         check_request(request)
         if (size := request.batch_size) % num_processes:
             raise ValueError(f"batch_size={size} must be a multiple of num_processes={num_processes}")
+        check_parallel("parallel", request.parallel, num_processes)
         check_launcher()
         check_precision(f"mixed_precision={request.mixed_precision}", request.mixed_precision)
         request = replace(request, routes=read_routes(request), tread_config=None)
@@ -265,11 +269,15 @@ def main(cfg: DictConfig) -> None:
         if launch.is_main:
             trainer.recorder.open(None, settings)
     if trainer.step == 0:
-        trainer.recorder.log(0, 0, trainer.evaluators[0][1](0))
+        with gathered(*trainer.networks):
+            trainer.recorder.log(0, 0, trainer.evaluators[0][1](0))
     if reason := run_training(trainer, run):
         raise SystemExit(INTERRUPTED if reason == INTERRUPT else TRY_AGAIN)
+    trained = {name: whole(tensor).cpu() for name, tensor in trainer.net.state_dict().items()}
     if launch.is_main:  # adapters in the format of peft, all weights in the format of diffusers
-        trainer.net.transformer.save_pretrained(run.path / "model")
+        net = Net(*load_model(request), family)
+        net.load_state_dict(trained)
+        net.transformer.save_pretrained(run.path / "model")
         print(f"saved {run.path / 'model'}; the losses are in {run.metrics_file}")
 
 
@@ -281,6 +289,7 @@ def check_request(request: FinetuneConfig) -> None:
     check_choice("train", request.train, ("lora", "lokr", "full"))
     check_choice("mixed_precision", request.mixed_precision, ("no", "bf16"))
     check_choice("router", request.router, tuple(ROUTERS))
+    check_choice("parallel", request.parallel, ("ddp", "fsdp"))
     last, total, file = request.off_last_steps, request.total_steps, request.tread_config
     if last and not (request.routes or file):
         raise ValueError(f"off_last_steps={last} needs routes; without routes all steps are dense")
@@ -358,7 +367,7 @@ def open_inputs(request: FinetuneConfig) -> tuple[Family, dict[str, np.ndarray]]
         _attach(network, request)
         try:
             x, inputs, _ = Rows(request, arrays, ALONE).read(np.arange(1))
-            v = Net(network.eval(), family, ())(x.to("meta"), torch.empty(1), inputs.to("meta"))
+            v = Net(network.eval(), (), family)(x.to("meta"), torch.empty(1), inputs.to("meta"))
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"inputs={folder}: a {kind} does not take rows of {shapes}: {reason}") from error
@@ -398,18 +407,14 @@ def build_trainer(
     request: FinetuneConfig, family: Family, arrays: dict[str, np.ndarray], run: RunFolder, launch: Launch
 ) -> Trainer:
     """Build the trainer and load the run's newest checkpoint, if it has one."""
-    transformer, routes = load_model(request)
-    net = Net(transformer, family, routes)
-    # Frozen weights are equal on all ranks and need no broadcast.
-    frozen = [name for name, parameter in net.named_parameters() if not parameter.requires_grad]
-    net._ddp_params_and_buffers_to_ignore = frozen
-    prepared = Accelerator(mixed_precision="no").prepare_model(net)
+    net = Net(*load_model(request), family)
+    prepared = _prepare(net, request.parallel, launch)
     adamw = torch.optim.AdamW(net.trained().values(), lr=request.lr, weight_decay=0.0, fused=True)
     bf16 = torch.autocast(launch.device.type, torch.bfloat16, enabled=request.mixed_precision == "bf16")
     loss = bf16(partial(flow_loss, shift=request.shift))
     num_tokens = math.prod(arrays["latents"].shape[2:]) // PATCH_SIZE**2
     off_last_steps = request.off_last_steps or None
-    plan = RoutePlan(routes, num_tokens, request.total_steps, off_last_steps=off_last_steps)
+    plan = RoutePlan(net.routes, num_tokens, request.total_steps, off_last_steps=off_last_steps)
     rows = Rows(request, arrays, launch)
     intervals = (request.total_steps, request.log_every, request.save_every)
     trainer = Trainer(
@@ -431,6 +436,20 @@ def build_trainer(
     trainer.resume_newest()
     launch.barrier()  # all ranks read before any rank writes
     return trainer
+
+
+def _prepare(net: Net, parallel: str, launch: Launch) -> nn.Module:
+    if parallel == "fsdp":
+        base = getattr(
+            net.transformer, "get_base_model", lambda: net.transformer
+        )()  # without the wrapper of peft
+        blocks = [block for spec in adapter_of(base).block_lists for block in spec.of(base)]
+        shard(net, blocks, launch, launch.world_size, torch.float32)
+        return net
+    # Frozen weights are equal on all ranks and need no broadcast.
+    frozen = [name for name, parameter in net.named_parameters() if not parameter.requires_grad]
+    net._ddp_params_and_buffers_to_ignore = frozen
+    return Accelerator(mixed_precision="no").prepare_model(net)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ peft = pytest.importorskip("peft", reason="`make finetune` installs it")
 
 ROUTES = "routes=[{selection_ratio:0.5,start_layer_idx:1,end_layer_idx:-2}]"
 SHORT = ("total_steps=4", "log_every=1", "save_every=2", "eval_every=2", "num_held_out=4")
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 CHANNELS = {"flux": 16, "sd3": 16, "auraflow": 4, "wan": 16}
 
 
@@ -84,7 +85,7 @@ def launch(folder, *options, launcher=(), on_cpu=True):
     """Run the program in separate processes."""
     environment = {key: value for key, value in os.environ.items() if on_cpu or key != "ACCELERATE_USE_CPU"}
     command = [sys.executable, *launcher, "-m", "examples.finetune", *overrides(folder, *options)]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
 
 
@@ -135,13 +136,32 @@ def test_a_gpu_trains_adapters(tmp_path):
 def test_two_processes_train_adapters(tmp_path):
     write_inputs(tmp_path, "sd3")
     options = (ROUTES, "mixed_precision=bf16", "rank=4")
-    launch(tmp_path, *options, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"))
+    launch(tmp_path, *options, launcher=TWO)
     assert sum("loss" in line for line in metrics(tmp_path)) == 4
     first, *_, last = dense_losses(tmp_path)
     assert last < first
     run(tmp_path, *options, output="one")
     # Two processes together evaluate every held-out row once.
     assert first == pytest.approx(dense_losses(tmp_path, "one")[0], rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "train", "precision"), [("flux", "lora", "bf16"), ("wan", "full", "no")])
+def test_processes_that_share_weights_train_what_others_train(tmp_path, name, train, precision):
+    """Up to the order in which gradients of the conditioning, which all blocks share, are summed."""
+    write_inputs(tmp_path, name)
+    options = (ROUTES, f"train={train}", f"mixed_precision={precision}", "rank=4", "lr=1e-2")
+    for parallel in ("ddp", "fsdp"):
+        folder = f"output_dir={tmp_path}/{parallel}"
+        for steps in (2, 4):  # stop and resume
+            launch(tmp_path, *options, f"parallel={parallel}", folder, f"total_steps={steps}", launcher=TWO)
+    for line, other in zip(metrics(tmp_path, "ddp"), metrics(tmp_path, "fsdp"), strict=True):
+        assert line == {key: pytest.approx(value, rel=1e-6) for key, value in other.items()}
+    files = [next((tmp_path / output / "model").glob("*.safetensors")) for output in ("ddp", "fsdp")]
+    whole, shared = map(load_file, files)
+    assert whole.keys() == shared.keys()
+    for key, tensor in whole.items():
+        torch.testing.assert_close(tensor, shared[key], rtol=0, atol=1e-4)
 
 
 def test_references_and_masks_of_flux_reach_the_routes(tmp_path, monkeypatch):

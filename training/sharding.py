@@ -5,7 +5,7 @@ under DDP, up to the order of summation. A sharded tensor is a DTensor, of which
 sharded trainings import its packages, which takes most of a second.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,12 +15,22 @@ import torch.nn as nn
 from runtime.launch import Launch
 
 
-def shard(net: nn.Module, launch: Launch, group_size: int, reduce_dtype: torch.dtype) -> None:
+def check_parallel(key: str, parallel: str, world_size: int) -> None:
+    """Raise ValueError if a single process should share its weights."""
+    if parallel != "ddp" and world_size == 1:
+        rule = "needs several processes: start the program with torchrun or accelerate launch"
+        raise ValueError(f"{key}={parallel} {rule}")
+
+
+def shard(
+    net: nn.Module, blocks: Iterable[nn.Module], launch: Launch, group_size: int, reduce_dtype: torch.dtype
+) -> None:
     """Share the weights of a network between processes, in place: one unit per block, and the rest.
 
     Compile the blocks and copy the network before; build its optimizer after.
 
     Args:
+        blocks: submodules of `net` that are called one after the other.
         group_size: number of processes that share one copy of the weights, a divisor of all. With several
             groups, gradients are summed inside each and then over the groups.
         reduce_dtype: of the gradients while they are summed.
@@ -33,7 +43,7 @@ def shard(net: nn.Module, launch: Launch, group_size: int, reduce_dtype: torch.d
     mesh = init_device_mesh(launch.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
     # Autocast decides the precision of the forward pass; a cast of its inputs would round the time.
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    for block in net.get_submodule("blocks").children():
+    for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(net, mesh=mesh, mp_policy=policy)
 
