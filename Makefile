@@ -7,7 +7,7 @@ DEMO := runs/tread_tiny_digits_seed0
 TWINS ?= runs/twins
 JOBS ?= 2  # parallel tests
 
-.PHONY: demo help setup test slow finetune sweeps browser twins soak gpu lint clean
+.PHONY: demo help setup test slow finetune sweeps browser slurm twins soak gpu lint clean
 
 demo: setup ## train on digits, draw samples and score them; ARGS="train.total_steps=200" for train.py
 	$(BIN)/python train.py model=tread run_name=$(notdir $(DEMO)) $(ARGS)
@@ -54,6 +54,10 @@ twins: setup ## run or resume the twin study and write its page (days on two cor
 	$(BIN)/python -m study.twins $(TWINS) $(ARGS)
 	$(BIN)/python -m study.baselines $(TWINS)
 	$(BIN)/python -m study.claims $(TWINS)
+
+slurm: setup ## run the job file on a SLURM cluster of two nodes on this machine; installs SLURM with apt if it is missing
+	command -v slurmctld || { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; } || echo "no SLURM: install slurm-wlm and munge"
+	$(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
 
 soak: setup ## kill trainings of four kinds 100 times each at random moments, and check that they resume (an hour)
 	$(BIN)/python -m tests.faults.soak $(SOAK_ARGS)
