@@ -25,6 +25,7 @@ from study.records import DISTANCES, EXCESS, RATIOS, Effect, Records, compare, e
 from study.twins import LOSS, STUDIES, UNGUIDED, search_losses
 
 SEEN, OPPOSITE, UNDECIDED, UNTESTABLE = "seen", "opposite seen", "undecided", "not testable here"
+MIXED = "mixed"
 NOT_MEASURED = "not measured"
 ALPHA, MIN_GAIN, MIN_PRECISION = 0.05, 0.3, 0.3  # of a claim; of gates b and c
 OF_SAMPLES = (*DISTANCES, "label_accuracy", "precision", "recall")  # scores that gates b and c judge
@@ -120,7 +121,7 @@ class Bound:
         bounds = ((operator.gt, self.above), (operator.ge, self.at_least), (operator.le, self.at_most))
         bounds = [(fits, bound) for fits, bound in bounds if bound is not None]
         verdicts = {all(fits(value, bound) for fits, bound in bounds) for value in numbers}
-        outcome = UNDECIDED if len(verdicts) > 1 else SEEN if verdicts == {True} else OPPOSITE
+        outcome = MIXED if len(verdicts) > 1 else SEEN if verdicts == {True} else OPPOSITE
         text = f"{self.name}: {min(numbers):.2f} to {max(numbers):.2f}x"
         commits = tuple(dict.fromkeys(row["commit"][:7] for row in rows))
         return [Finding(text, self.n or str(len(numbers)), commits, outcome=outcome)]
@@ -173,7 +174,8 @@ def failed_gates(records: Records, study: str, key: str) -> dict[str, str]:
         gain = 1 - mean(guided) / mean(unguided) if guided and unguided else None
         real = baselines_of(records, study).get(REAL[0], {}).get("precision")
         share = mean(precision) / float(real) if precision and real else None
-        gates["b"] = _reason("guidance lowers the distance by", gain, MIN_GAIN)
+        change = "raises" if gain is not None and gain < 0 else "lowers"
+        gates["b"] = _reason(f"guidance {change} the distance by", gain, MIN_GAIN)
         gates["c"] = _reason("precision over real data's:", share, MIN_PRECISION)
     return gates
 
@@ -181,17 +183,20 @@ def failed_gates(records: Records, study: str, key: str) -> dict[str, str]:
 def _gate_a(records: Records, study: str, key: str) -> str:
     rows = baselines_of(records, study)
     scores = {name: score for name, row in rows.items() if name not in REAL and (score := score_of(row, key))}
-    dense = [*(records.scores(study, "dense", key, "best") or records.scores(study, "dense", key)).values()]
+    changed = [arm for arm in records.arms(study) if arm.startswith("dense, ")]
+    arms = ["dense"] if "dense" in records.arms(study) else changed  # of depth and width
+    by_arm = [records.scores(study, arm, key, "best") or records.scores(study, arm, key) for arm in arms]
+    dense = [mean(values.values()) for values in by_arm if values]
     if not scores or not dense:
-        return "no record"
+        return NOT_MEASURED
     name = min(scores, key=scores.get)
-    return "" if mean(dense) < scores[name] else f"{key} {mean(dense):.3g}, {name} {scores[name]:.3g}"
+    return "" if max(dense) < scores[name] else f"{key} {max(dense):.3g}, {name} {scores[name]:.3g}"
 
 
 def _reason(text: str, value: float | None, least: float) -> str:
     if value is None:
-        return "no record"
-    return "" if value >= least else f"{text} {100 * value:.0f} %"
+        return NOT_MEASURED
+    return "" if value >= least else f"{text} {100 * abs(value):.0f} %"
 
 
 def judged(tests: Sequence[Comparison | Bound], records: Records) -> tuple[str, list[Finding]]:
@@ -211,6 +216,8 @@ def judged(tests: Sequence[Comparison | Bound], records: Records) -> tuple[str, 
     if not findings:
         return NOT_MEASURED if tests else UNTESTABLE, []
     outcomes = {f.outcome for f in decided}
+    if MIXED in outcomes or {SEEN, OPPOSITE} <= outcomes:
+        return MIXED, decided
     if len({SEEN, OPPOSITE} & outcomes) == 1:
         return ({SEEN, OPPOSITE} & outcomes).pop(), decided
     tested = [f.outcome for f in decided if not f.failed_gates]

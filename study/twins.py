@@ -31,6 +31,7 @@ from benchmarks.results import Record, Rows, markdown, read_environment, read_re
 from benchmarks.runs import compose
 from models import cost_of
 from reports.runs import Run
+from runtime.config import run_main
 from runtime.files import read_json
 from runtime.machine import device_type
 from runtime.provenance import environment
@@ -141,11 +142,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--change", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of all arms")
     parser.add_argument("--seeds", nargs="+", type=int, help="default: the study's")
     request = parser.parse_intermixed_args(arguments)
+    if str(request.out) in STUDIES:
+        parser.error(f"{request.out} is a study: the first argument is the folder of the results")
     request.studies = request.studies or on_cpu
-    arms = {arm for name in request.studies if name in STUDIES for arm in STUDIES[name].arms}
-    for names, choices in ((request.studies, STUDIES), (request.arms or (), arms)):
+    arms = dict.fromkeys(arm for name in request.studies if name in STUDIES for arm in STUDIES[name].arms)
+    for what, names, choices in (("study", request.studies, STUDIES), ("arm", request.arms or (), arms)):
         if unknown := [name for name in names if name not in choices]:
-            parser.error(f"{', '.join(unknown)}: must be one of {', '.join(choices)}")
+            parser.error(f"unknown {what} {', '.join(map(repr, unknown))}: choose from {[*choices]}")
+    if search := {*(request.seeds or ())} & {
+        s for name in request.studies for s in STUDIES[name].search_seeds
+    }:
+        parser.error(f"--seeds {min(search)}: the search of the learning rate uses this seed")
     if any(STUDIES[name].gpu for name in request.studies) and not request.tiny and device_type() == "cpu":
         parser.error(f"{', '.join(request.studies)}: needs a GPU, or --tiny")
     return request
@@ -343,4 +350,4 @@ def gflop_a_step(overrides: Sequence[str]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

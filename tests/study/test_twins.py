@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -189,3 +190,18 @@ def test_a_gpu_study_needs_a_gpu(tmp_path, capsys):
     with pytest.raises(SystemExit):
         twins.parse([str(tmp_path), "glyphs-s2"])
     assert "glyphs-s2: needs a GPU, or --tiny" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["digits-200"], "digits-200 is a study: the first argument is the folder"),
+        (["out", "digits-20"], "unknown study 'digits-20'"),
+        (["out", "digits-200", "--arms", "rooted"], r"unknown arm 'rooted': choose from \['dense', 'routed'"),
+        (["out", "digits-200", "--seeds", "100"], "--seeds 100: the search"),
+    ],
+)
+def test_wrong_arguments_are_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        twins.parse(arguments)
+    assert re.search(message, capsys.readouterr().err)
