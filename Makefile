@@ -35,7 +35,7 @@ test: setup ## the tests that take seconds
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
 slow: setup ## the tests that take longer
-	$(BIN)/python -m pytest -n $(JOBS) -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m slow --ignore tests/slurm $(PYTEST_ARGS)
 
 finetune: setup ## install the requirements of fine-tuning, and run its tests
 	$(BIN)/python -m pip install --progress-bar on -r requirements-finetune.txt

@@ -273,10 +273,16 @@ def main(cfg: DictConfig) -> None:
             trainer.recorder.log(0, 0, trainer.evaluators[0][1](0))
     if reason := run_training(trainer, run):
         raise SystemExit(INTERRUPTED if reason == INTERRUPT else TRY_AGAIN)
-    trained = {name: whole(tensor).cpu() for name, tensor in trainer.net.state_dict().items()}
+    net, trained = trainer.net, {}
+    if request.parallel == "fsdp":  # all ranks gather the weights; the first one keeps them
+        for name, tensor in net.state_dict().items():
+            tensor = whole(tensor)
+            if launch.is_main:
+                trained[name] = tensor.cpu()
     if launch.is_main:  # adapters in the format of peft, all weights in the format of diffusers
-        net = Net(*load_model(request), family)
-        net.load_state_dict(trained)
+        if trained:
+            net = Net(*load_model(request), family)
+            net.load_state_dict(trained)
         net.transformer.save_pretrained(run.path / "model")
         print(f"saved {run.path / 'model'}; the losses are in {run.metrics_file}")
 
@@ -408,7 +414,7 @@ def build_trainer(
 ) -> Trainer:
     """Build the trainer and load the run's newest checkpoint, if it has one."""
     net = Net(*load_model(request), family)
-    prepared = _prepare(net, request.parallel, launch)
+    prepared = _prepare(net, request, launch)
     adamw = torch.optim.AdamW(net.trained().values(), lr=request.lr, weight_decay=0.0, fused=True)
     bf16 = torch.autocast(launch.device.type, torch.bfloat16, enabled=request.mixed_precision == "bf16")
     loss = bf16(partial(flow_loss, shift=request.shift))
@@ -438,11 +444,9 @@ def build_trainer(
     return trainer
 
 
-def _prepare(net: Net, parallel: str, launch: Launch) -> nn.Module:
-    if parallel == "fsdp":
-        base = getattr(
-            net.transformer, "get_base_model", lambda: net.transformer
-        )()  # without the wrapper of peft
+def _prepare(net: Net, request: FinetuneConfig, launch: Launch) -> nn.Module:
+    if request.parallel == "fsdp":
+        base = net.transformer if request.train == "full" else net.transformer.get_base_model()
         blocks = [block for spec in adapter_of(base).block_lists for block in spec.of(base)]
         shard(net, blocks, launch, launch.world_size, torch.float32)
         return net

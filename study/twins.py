@@ -149,10 +149,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for what, names, choices in (("study", request.studies, STUDIES), ("arm", request.arms or (), arms)):
         if unknown := [name for name in names if name not in choices]:
             parser.error(f"unknown {what} {', '.join(map(repr, unknown))}: choose from {[*choices]}")
-    if search := {*(request.seeds or ())} & {
-        s for name in request.studies for s in STUDIES[name].search_seeds
-    }:
-        parser.error(f"--seeds {min(search)}: the search of the learning rate uses this seed")
+    searched = {seed for name in request.studies for seed in STUDIES[name].search_seeds}
+    if taken := sorted(searched.intersection(request.seeds or ())):
+        parser.error(f"--seeds {taken[0]}: the search of the learning rate uses this seed")
     if any(STUDIES[name].gpu for name in request.studies) and not request.tiny and device_type() == "cpu":
         parser.error(f"{', '.join(request.studies)}: needs a GPU, or --tiny")
     return request

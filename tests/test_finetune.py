@@ -157,6 +157,8 @@ def test_processes_that_share_weights_train_what_others_train(tmp_path, name, tr
             launch(tmp_path, *options, f"parallel={parallel}", folder, f"total_steps={steps}", launcher=TWO)
     for line, other in zip(metrics(tmp_path, "ddp"), metrics(tmp_path, "fsdp"), strict=True):
         assert line == {key: pytest.approx(value, rel=1e-6) for key, value in other.items()}
+    shards = [len(list((tmp_path / name).glob("checkpoints/*/shard-*"))) for name in ("ddp", "fsdp")]
+    assert shards == [0, 2]
     files = [next((tmp_path / output / "model").glob("*.safetensors")) for output in ("ddp", "fsdp")]
     whole, shared = map(load_file, files)
     assert whole.keys() == shared.keys()
@@ -290,7 +292,7 @@ def test_times_agree_with_the_pipelines(name, scale):
     inputs = finetune.Inputs(text=torch.zeros(2, 5, TEXT_DIM))
     if name in ("flux", "sd3"):
         inputs["pooled"] = torch.zeros(2, POOLED_DIM)
-    net = finetune.Net(network, finetune.FAMILIES[type(network).__name__], ())
+    net = finetune.Net(network, (), finetune.FAMILIES[type(network).__name__])
     assert net(torch.zeros(shape), torch.tensor([0.25, 0.5]), inputs).shape == shape
     assert torch.equal(given[0]["timestep"], scale * torch.tensor([0.25, 0.5]))
     assert name != "flux" or given[0]["guidance"].tolist() == [1, 1]  # a larger scale would be learnt as data
@@ -309,7 +311,7 @@ def test_flux_gets_the_inputs_of_its_pipeline():
             return (arguments["hidden_states"],)
 
     inputs = finetune.Inputs(text=torch.zeros(2, 5, 12), references=torch.zeros(2, 3, 2, 2))
-    net = finetune.Net(Flux(), finetune.FAMILIES["FluxTransformer2DModel"], ())
+    net = finetune.Net(Flux(), (), finetune.FAMILIES["FluxTransformer2DModel"])
     assert torch.equal(net(x, torch.ones(2), inputs), x)
     token = 1 * 3 + 2  # row 1, column 2
     assert torch.equal(given["hidden_states"][1, token], x[1, :, 2:4, 4:6].reshape(-1))

@@ -1,8 +1,8 @@
 """A SLURM cluster of two nodes on this machine, for tests: its daemons run without systemd, as this user.
 
     with Cluster(folder) as cluster:
-        job = cluster.submit("job.sbatch", "--partition=low")
-        cluster.wait(job)
+        job = cluster.submit("--partition=low", "job.sbatch", folder=Path("."))
+        cluster.wait(job, ("COMPLETED",))
 
 A job in the partition `high` preempts jobs in `low`, which SLURM then queues again.
 """
@@ -16,7 +16,7 @@ import subprocess
 import time
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo", "scancel")
 NODES, CPUS = ("n1", "n2"), 2
 STARTED_WITHIN_SEC, POLL_SEC = 60, 0.5
 CONFIGURATION = """
@@ -120,12 +120,18 @@ class Cluster:
 
     def ask(self, *command: str) -> str:
         """Return the output of a command of SLURM; empty if it fails."""
-        options = {"env": self.environment, "capture_output": True, "text": True}
+        options = {"env": self.environment, "capture_output": True, "text": True, "timeout": 60}
         return subprocess.run(command, **options).stdout.strip()
 
-    def submit(self, *arguments: str, folder: Path, **variables: str) -> str:
+    def submit(self, *arguments: str, folder: Path) -> str:
         """Submit a job in a folder; return its id."""
-        options = {"env": self.environment | variables, "capture_output": True, "text": True, "cwd": folder}
+        options = {
+            "env": self.environment,
+            "capture_output": True,
+            "text": True,
+            "cwd": folder,
+            "timeout": 60,
+        }
         result = subprocess.run(["sbatch", "--parsable", *arguments], **options)
         assert result.returncode == 0, result.stderr
         return result.stdout.strip()

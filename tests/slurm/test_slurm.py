@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -61,7 +60,7 @@ def test_a_preempted_job_of_two_nodes_is_queued_again_and_ends_bitwise(tmp_path,
 def test_a_job_saves_before_its_time_limit_and_is_queued_again(tmp_path, cluster):
     """SLURM signals up to a minute early."""
     run, options = tmp_path / "run", (*OPTIONS, "train.total_steps=100000")
-    job = submit(cluster, tmp_path, "--time=2", "--signal=USR1@60", JOB, *options, f"output_dir={run}")
+    job = submit(cluster, tmp_path, "--time=3", "--signal=USR1@60", JOB, *options, f"output_dir={run}")
     wait_until(lambda: steps_of(run) and len(starts_of(run)) == 2, "a second start", 300)
     assert "SIGUSR1" in (tmp_path / f"{job}.out").read_text()
     assert starts_of(run)[1]["step"] > 0
@@ -73,4 +72,4 @@ def test_an_array_trains_a_seed_in_each_job(tmp_path, cluster):
     for seed in (3, 5):
         state = cluster.wait(f"{job}_{seed}", ("COMPLETED", "FAILED"))
         assert state == "COMPLETED", [file.read_text() for file in tmp_path.glob("*.out")]
-        assert f"seed: {seed}\n" in (Path(tmp_path) / f"r_{seed}/config.yaml").read_text()
+        assert f"seed: {seed}\n" in (tmp_path / f"r_{seed}/config.yaml").read_text()

@@ -250,6 +250,17 @@ def test_every_study_has_baselines_of_its_data():
         assert {key for key in study.task if key.startswith("data.")} <= {*baselines}
 
 
+def test_all_changed_dense_arms_must_beat_the_baselines(folder, header):
+    """In a study without the unchanged one."""
+    for worse, failed in ((0.2, ""), (0.3, "excess 0.3, class Gaussians 0.25")):
+        for depth, excess in ((6, worse), (16, 0.1)):
+            record = Record("twins_mixture-256", folder, header)
+            record.add(f"depth {depth}", [row(f"dense, depth={depth}", 0, 200, 2, excess=excess)])
+        filters = [{"baseline": "class Gaussians", "excess": 0.25}]
+        Record("baselines", folder, header).add("mixture-256", filters)
+        assert claims.failed_gates(Records(folder), "mixture-256", EXCESS) == {"a": failed}
+
+
 def test_a_bound_holds_for_every_value(folder, header):
     rows = [
         {"x": 1.2, "y": 2, "z": "a"},

@@ -201,7 +201,7 @@ def test_a_gpu_study_needs_a_gpu(tmp_path, capsys):
         (["out", "digits-200", "--seeds", "100"], "--seeds 100: the search"),
     ],
 )
-def test_wrong_arguments_are_one_line(arguments, message, capsys):
+def test_wrong_arguments_are_named(arguments, message, capsys):
     with pytest.raises(SystemExit):
         twins.parse(arguments)
     assert re.search(message, capsys.readouterr().err)
