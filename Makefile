@@ -57,7 +57,8 @@ twins: setup ## run or resume the twin study and write its page (days on two cor
 
 slurm: setup ## run the job file on a SLURM cluster of two nodes on this machine; installs SLURM with apt if it is missing
 	command -v slurmctld || { apt-get update -qq && apt-get install -y -qq --no-install-recommends slurm-wlm munge; } || echo "no SLURM: install slurm-wlm and munge"
-	$(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
+	$(BIN)/python -m pip install --progress-bar on -r requirements-sweeps.txt
+	$(BIN)/python -m pytest tests/slurm -rs $(PYTEST_ARGS)
 
 soak: setup ## kill trainings of four kinds 100 times each at random moments, and check that they resume (an hour)
 	$(BIN)/python -m tests.faults.soak $(SOAK_ARGS)

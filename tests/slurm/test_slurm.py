@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+from importlib.util import find_spec
 
 import pytest
 
@@ -73,3 +75,24 @@ def test_an_array_trains_a_seed_in_each_job(tmp_path, cluster):
         state = cluster.wait(f"{job}_{seed}", ("COMPLETED", "FAILED"))
         assert state == "COMPLETED", [file.read_text() for file in tmp_path.glob("*.out")]
         assert f"seed: {seed}\n" in (tmp_path / f"r_{seed}/config.yaml").read_text()
+
+
+@pytest.mark.skipif(find_spec("submitit") is None, reason="`make sweeps` installs the launcher")
+def test_a_sweep_of_preempted_jobs_resumes_them(tmp_path, cluster):
+    """Hydra's launcher submits one job for each seed, and waits until both are finished."""
+    long, seeds = (*OPTIONS, "train.total_steps=400"), (3, 5)
+    keys = [f"hydra.launcher.{key}" for key in ("partition=low", "gpus_per_node=0", "cpus_per_task=1")]
+    keys += ["hydra/launcher=slurm", "seed=3,5", f"output_dir={tmp_path}/run_${{seed}}", f"hydra.sweep.dir={tmp_path}"]
+    with (tmp_path / "output").open("w") as output:
+        command = [BIN / "python", ROOT / "train.py", "-m", *keys, *long]
+        options = {"stdout": output, "stderr": output, "env": cluster.environment, "cwd": ROOT}
+        sweep = subprocess.Popen(command, **options)
+    runs = [tmp_path / f"run_{seed}" for seed in seeds]
+    wait_until(lambda: all(steps_of(run) > 3 for run in runs), "training", 200)
+    urgent = cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=true", folder=tmp_path)
+    cluster.wait(urgent, ("COMPLETED",))
+    assert sweep.wait(400) == 0, (tmp_path / "output").read_text()
+    for seed, run in zip(seeds, runs, strict=True):
+        assert len(starts_of(run)) == 2 and starts_of(run)[1]["step"] > 3, "the stop was saved"
+        start("train.py", *long, f"seed={seed}", f"output_dir={tmp_path}/whole_{seed}")
+        assert differences(tmp_path / f"whole_{seed}", run) == []
