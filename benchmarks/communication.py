@@ -41,14 +41,11 @@ KINDS = {
     "fsdp": ("train.parallel=fsdp",),
     "fsdp, bf16 sums": ("train.parallel=fsdp", "train.reduce_dtype=bf16"),
 }
-# Bytes per weight that a process sends in a step, over (n - 1) / n. DDP sums gradients: a reduce-scatter and an
-# all-gather. FSDP gathers weights for the forward and the backward pass, and reduce-scatters gradients.
+# Bytes per weight that a process sends in a step, over (n - 1) / n. DDP sums gradients: a reduce-scatter and
+# an all-gather. FSDP gathers weights for the forward and the backward pass, and reduce-scatters gradients.
 BYTES = {"ddp": 4 + 4, "fsdp": 4 + 4 + 4, "fsdp, bf16 sums": 4 + 4 + 2}
-GLOO_BYTES = {
-    "ddp": 4 + 4,
-    "fsdp": 4 + 4 + 8,
-    "fsdp, bf16 sums": 4 + 4 + 4,
-}  # its reduce-scatter sums everything
+# gloo's reduce-scatter sends what a sum of everything takes.
+GLOO_BYTES = {"ddp": 4 + 4, "fsdp": 4 + 4 + 8, "fsdp, bf16 sums": 4 + 4 + 4}
 # Bytes per second in each direction: NVLink between 8 H100s; 8 network cards of 400 Gb/s per node.
 NVLINK, NETWORK, GPUS_PER_NODE = 450e9, 8 * 50e9, 8
 PEAK, UTILISATION = 989e12, 0.42  # FLOPs per second; measured for XL/2 on an H200

@@ -34,7 +34,7 @@ SPOILT_STEP, SPOILT_PLACE, STOPPED_STEP = 1, 5, 2  # stopped where an evaluation
 # would amplify gradients that are rounding errors.
 OPTIONS = ("train.micro_batch_size=2", "model.init=xavier", "optimizer.lr=1e-3", "optimizer.eps=1e-3")
 OPTIONS += ("ema.decay=0.5", "model/size=tiny", "train.num_workers=0")
-RUN = (*OPTIONS, "train.log_every=5", "train.eval_every=3", "train.sample_every=6", "sampler.num_steps=2")
+RUN = (*OPTIONS, "train.log_every=5", "train.eval_every=3", "train.sample_every=4", "sampler.num_steps=2")
 DRAWS = {
     "edm": ("sampler=edm", "num_steps=3", "sampler.S_churn=9", "guidance=cfg"),
     "sde": ("sampler=sde", "num_steps=4", "guidance=sparse", "guidance_scale=1.5"),

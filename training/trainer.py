@@ -219,7 +219,7 @@ class Trainer:
             with self.recorder.doing("evaluate"), self.clock.timing("evaluation"), gathered(*self.networks):
                 values |= evaluator(self.step)
         numbers = without_pictures(values)
-        if values:
+        if due:  # on all ranks, though only the first has pictures
             timed = {"evaluation_time_sec": self.clock.evaluation_time_sec} if numbers else {}
             self._log({**values, **timed})
         if numbers:

@@ -82,9 +82,9 @@ def test_a_sweep_of_preempted_jobs_resumes_them(tmp_path, cluster):
     """Hydra's launcher submits one job for each seed, and waits until both are finished."""
     long, seeds = (*OPTIONS, "train.total_steps=400"), (3, 5)
     keys = [f"hydra.launcher.{key}" for key in ("partition=low", "gpus_per_node=0", "cpus_per_task=1")]
-    keys += ["hydra/launcher=slurm", "seed=3,5", f"output_dir={tmp_path}/run_${{seed}}", f"hydra.sweep.dir={tmp_path}"]
+    keys += [f"hydra.sweep.dir={tmp_path}", f"output_dir={tmp_path}/run_${{seed}}", "seed=3,5"]
     with (tmp_path / "output").open("w") as output:
-        command = [BIN / "python", ROOT / "train.py", "-m", *keys, *long]
+        command = [BIN / "python", ROOT / "train.py", "-m", "hydra/launcher=slurm", *keys, *long]
         options = {"stdout": output, "stderr": output, "env": cluster.environment, "cwd": ROOT}
         sweep = subprocess.Popen(command, **options)
     runs = [tmp_path / f"run_{seed}" for seed in seeds]
