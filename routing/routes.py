@@ -63,8 +63,15 @@ class Routing:
     def ids_keep(
         self, idx: int, ratio: float, x: torch.Tensor, router: Router, generator: torch.Generator | None
     ) -> torch.Tensor:
-        """Choose the tokens of x (N, T, D) that stay in the window of route `idx`: (N, K)."""
-        noise = None if self.noise is None else self.noise[idx]
+        """Choose the tokens of x (N, T, D) that stay in the window of route `idx`: (N, K).
+
+        Raises:
+            ValueError: a tensor of `noise` is missing or is not (N, T).
+        """
+        noise = None if self.noise is None else self.noise[idx] if idx < len(self.noise) else ()
+        if noise is not None and getattr(noise, "shape", None) != x.shape[:2]:
+            given = [tuple(tensor.shape) for tensor in self.noise]
+            raise ValueError(f"noise={given} must have one tensor {tuple(x.shape[:2])} for each route")
         num_kept = num_tokens_kept(x.shape[1], ratio)
         return router(x, num_kept, force_keep=self.force_keep, noise=noise, generator=generator)
 

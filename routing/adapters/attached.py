@@ -74,7 +74,9 @@ def attach(
     signature = inspect.signature(plain_forward(type(model)))
     for keyword in set(KEYWORDS) & set(signature.parameters) - set(adapter.accepts):
         raise ValueError(f"forward of {name} has an argument {keyword}, a name that attach adds to it")
-    routes = (routes,) if isinstance(routes, Route) else tuple(routes or ())
+    routes = tuple(routes) if isinstance(routes, Iterable) else (routes,)
+    if not all(isinstance(route, Route) for route in routes):
+        raise ValueError(f"routes={routes} must be a routing.Route, or several")
     if not routes:
         raise ValueError("routes must not be empty: the model would stay dense")
     layers = tuple(layer for spec in adapter.block_lists for layer in _layers(model, spec))
@@ -83,7 +85,7 @@ def attach(
     offset = 0
     for spec in adapter.block_lists:
         blocks = spec.of(model)
-        blocks.__class__ = ROUTED_LISTS[type(blocks)]
+        blocks.__class__ = _routed_list(type(blocks))
         blocks.first_idx, blocks.routed_passes = offset, {}
         offset += len(blocks)
     model.__dict__.pop("forward", None)
@@ -105,11 +107,10 @@ def detach(model: nn.Module) -> None:
     del model._attached
     if "plain_forward" in vars(type(model)):  # not in a class that was derived from it (fully_shard)
         model.__class__ = type(model).__base__  # pyright: ignore (a Module, as above)
-    plain = {routed: kind for kind, routed in ROUTED_LISTS.items()}
     for spec in adapter.block_lists:
         blocks = spec.of(model)
-        if type(blocks) in plain:  # not if it was replaced
-            blocks.__class__ = plain[type(blocks)]
+        if isinstance(blocks, _RoutedBlocks):  # not if it was replaced
+            blocks.__class__ = type(blocks).__bases__[1]
             del blocks.first_idx, blocks.routed_passes
 
 
@@ -124,8 +125,8 @@ class _Layer:
 
 def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
     blocks = spec.of(model)
-    if type(blocks) not in ROUTED_LISTS:
-        kinds = " or ".join(kind.__name__ for kind in ROUTED_LISTS)
+    if not isinstance(blocks, LISTS) or [*blocks] != [blocks[i] for i in range(len(blocks))]:
+        kinds = " or ".join(kind.__name__ for kind in LISTS)
         raise ValueError(f"{spec.name} must be a {kinds}, not a {type(blocks).__name__}")
     required = {spec.tokens, *spec.by_token}
     for block in blocks:
@@ -177,9 +178,10 @@ class _Attached:
     def forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the forward of the model's class, routed if a ratio is above 0."""
         routing, generator = kwargs.get("routing"), kwargs.get("generator")
-        routing = Routing() if routing is None else routing
-        if not isinstance(routing, Routing):
-            raise ValueError(f"routing={routing!r} must be a routing.Routing or None")
+        for name, value, kind in (("routing", routing, Routing), ("generator", generator, torch.Generator)):
+            if not isinstance(value, kind | None):
+                raise ValueError(f"{name}={value!r} must be a {kind.__module__}.{kind.__name__} or None")
+        routing = routing or Routing()
         kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
         if generator is not None and "generator" in self.adapter.accepts:
             kwargs["generator"] = generator
@@ -236,7 +238,8 @@ class _Attached:
     def _check(self, model: nn.Module, arguments: Arguments) -> None:
         for name, value in list(arguments.items())[1:]:  # without self
             default = self.signature.parameters[name].default
-            if name not in self.adapter.accepts and value is not default and value is not None:
+            is_default = value is None or (type(value) is type(default) and value == default)
+            if name not in self.adapter.accepts and not is_default:
                 accepted = [name for name in self.signature.parameters if name in self.adapter.accepts]
                 raise ValueError(
                     f"{name} of {type(model).__name__} is not supported with routing, "
@@ -343,10 +346,17 @@ class _RoutedPass:
 
 
 class _Residuals(Sequence):
-    """The residuals of a model's blocks, gathered for the current tokens when the model reads them."""
+    """The residuals of a model's blocks, gathered for the current tokens when the model reads them.
 
-    def __init__(self, name: str, values: Sequence[torch.Tensor], routed_pass: _RoutedPass):
+    Args:
+        values: a sequence, or tensors by the number of the block.
+    """
+
+    def __init__(self, name: str, values: Any, routed_pass: _RoutedPass):
         self.name, self.values, self.routed_pass = name, values, routed_pass
+
+    def __contains__(self, i: object) -> bool:
+        return i in self.values
 
     def __len__(self) -> int:
         return len(self.values)
@@ -430,4 +440,9 @@ class _RoutedBlocks(nn.ModuleList if TYPE_CHECKING else object):
 
 
 LISTS = (nn.ModuleList, nn.Sequential)
-ROUTED_LISTS = {kind: type(f"_Routed{kind.__name__}", (_RoutedBlocks, kind), {}) for kind in LISTS}
+
+
+@cache
+def _routed_list(kind: type[Any]) -> type[Any]:
+    """Derive a class of lists that return wrapped blocks."""
+    return type(f"_Routed{kind.__name__}", (_RoutedBlocks, kind), {})

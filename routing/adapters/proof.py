@@ -46,13 +46,14 @@ class _HiddenKeys(TorchFunctionMode):
 
     Args:
         num_first: number of other tokens that attention puts before these. None: all others.
-        queries_alone: True to mask also calls whose queries are these tokens alone, with others in the keys.
+        alone: True to mask also calls whose queries are these tokens alone, with others in the keys, or whose
+            keys are these tokens alone, with other queries.
         between: True to mask also attention between the blocks of a window.
     """
 
-    def __init__(self, num_first: int | None, queries_alone: bool, between: bool):
+    def __init__(self, num_first: int | None, alone: bool, between: bool):
         super().__init__()
-        self.num_first, self.queries_alone, self.between = num_first, queries_alone, between
+        self.num_first, self.alone, self.between = num_first, alone, between
         self.hidden: torch.Tensor | None = None
         self.was_observed, self.sample = False, -1
 
@@ -79,8 +80,8 @@ class _HiddenKeys(TorchFunctionMode):
         if self.hidden is None:
             return None
         hidden, num_others = self.hidden, num_keys - self.hidden.shape[1]
-        alone = self.queries_alone and num_queries == hidden.shape[1]
-        num_first = num_others if self.num_first is None else self.num_first
+        alone = self.alone and hidden.shape[1] in (num_queries, num_keys)
+        num_first = num_others if self.num_first is None or not num_others else self.num_first
         if not (num_queries == num_keys or alone) or num_others < max(num_first, 0):
             return None
         self.was_observed = True

@@ -270,6 +270,14 @@ def wan(s):
     return {}, inputs
 
 
+def with_image(s):
+    """Blocks take all but the last 512 tokens of the text as image embeddings."""
+    options, inputs = wan(s)
+    text, image = torch.randn(s.batch, 512, TEXT_DIM), torch.randn(s.batch, 3, POOLED_DIM)
+    options |= {"image_dim": POOLED_DIM, "added_kv_proj_dim": s.width}
+    return options, {**inputs, "encoder_hidden_states": text, "encoder_hidden_states_image": image}
+
+
 def anyflow(s):
     """Each frame has its own timesteps."""
     options, inputs = wan(s)
@@ -349,7 +357,7 @@ def stable_audio(s):
     }
 
 
-# Options of each class in addition to the usual ones, and its inputs.
+# Options of each class in addition to the usual ones, and its inputs. A variant has a name after the class.
 MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     **{name: partial(published, name) for name in WIDTHS},
     "AceStepTransformer1DModel": lambda s: (  # the window extends by `side` in both directions
@@ -389,8 +397,10 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         {"approximator_num_channels": 16, "approximator_hidden_dim": 32, "approximator_layers": 2},
         {"attention_mask": s.joint_mask},
     ),
-    "ChronoEditTransformer3DModel": wan,
-    "CogVideoXTransformer3DModel": cogvideox,
+    "ChronoEditTransformer3DModel": with_image,
+    "CogVideoXTransformer3DModel": lambda s: plus(
+        cogvideox(s), {"ofs_embed_dim": 512}, {"ofs": torch.full((1,), 2.0)}
+    ),
     "CogView3PlusTransformer2DModel": lambda s: plus(  # the model takes no mask of the text
         cogview(s), {"pos_embed_max_size": s.side}, {"original_size": s.pixels}
     ),
@@ -407,15 +417,16 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         },
         {"id_cond": s.pooled, "id_vit_hidden": [torch.randn(s.batch, 3, POOLED_DIM) for _ in range(5)]},
     ),
-    # Cosmos 2, where each frame has its own timestep. Positions of Cosmos 1 do not run in double precision.
+    # Each frame has its own timestep (Cosmos 2), each block adds learned positions (Cosmos 1).
     "CosmosTransformer3DModel": lambda s: (
-        {"in_channels": 17, "extra_pos_embed_type": None},
+        {"in_channels": 17, "controlnet_block_every_n": 2},
         {
             **{"hidden_states": s.video(16), "encoder_hidden_states": s.text, "attention_mask": s.text_mask},
             "timestep": torch.rand(s.batch, 1, FRAMES, 1, 1),
             "condition_mask": torch.ones(s.batch, 1, FRAMES, s.side, s.side),
             "padding_mask": torch.zeros(1, 1, s.side, s.side),
             "fps": 16,
+            "block_controlnet_hidden_states": [s.tokens(s.width) for _ in range(s.depth // 2)],
         },
     ),
     "DiTTransformer2DModel": lambda s: (
@@ -426,8 +437,8 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         transformer_2d(s), {"qk_norm": "rms_norm", "num_kv_heads": s.num_heads // 2}, {}
     ),
     "EasyAnimateTransformer3DModel": lambda s: (  # all blocks have separate parameters for the text
-        {"patch_size": 2, "in_channels": 16, "out_channels": 16},
-        wan(s)[1],
+        {"patch_size": 2, "in_channels": 16 + 16 + 17, "out_channels": 16},
+        wan(s)[1] | {"control_latents": s.video(16), "inpaint_latents": s.video(17)},
     ),
     "ErnieImageTransformer2DModel": lambda s: (
         {},
@@ -469,16 +480,26 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         },
     ),
     "HunyuanImageTransformer2DModel": lambda s: (
-        {**s.double_single, "rope_axes_dim": (s.head_dim // 2,) * 2},
-        {"hidden_states": s.image(64, patch_size=1), "timestep": 1000 * s.time, **s.masked},
+        {
+            **{**s.double_single, "rope_axes_dim": (s.head_dim // 2,) * 2},
+            **{"guidance_embeds": True, "use_meanflow": True},
+        },
+        {
+            **{"hidden_states": s.image(64, patch_size=1), "timestep": 1000 * s.time, **s.masked},
+            **{"guidance": 1000 * s.time, "timestep_r": 500 * s.time},
+        },
     ),
     "HunyuanVideoTransformer3DModel": hunyuan_video,
+    "HunyuanVideoTransformer3DModel, token replacement": lambda s: plus(
+        hunyuan_video(s), {"image_condition_type": "token_replace"}, {}
+    ),
     "HunyuanVideo15Transformer3DModel": lambda s: (  # with a second text and a reference image
-        {"text_embed_2_dim": TEXT_DIM},
+        {"text_embed_2_dim": TEXT_DIM, "use_meanflow": True},
         {
             "hidden_states": torch.randn(s.batch, 65, FRAMES, s.side // 2, s.side // 2),
             **{**s.masked, "encoder_hidden_states_2": s.text, "encoder_attention_mask_2": s.text_mask},
             **{"image_embeds": torch.randn(s.batch, 3, POOLED_DIM), "timestep": 1000 * s.time},
+            "timestep_r": 500 * s.time,
         },
     ),
     "HunyuanVideoFramepackTransformer3DModel": framepack,
@@ -502,13 +523,17 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         {
             "visual_rope_pos": tuple(torch.arange(n) for n in (FRAMES, s.side // 2, s.side // 2)),
             "text_rope_pos": torch.arange(s.num_text),
+            "scale_factor": (1.0, 2.0, 2.0),
         },
     ),
-    # Video without audio: the latent, the latent of the condition, and a mask.
+    # Video: the latent, the latent of the condition, and a mask; and 3 audio tokens, which are never routed.
     "Kandinsky6Transformer3DModel": lambda s: plus(
         kandinsky(s, channels=33),
         dict.fromkeys(("text_token_padding", "ca_rope", "cross_gates", "fix_modulation"), True),
-        {"encoder_attention_mask": s.text_mask},
+        {
+            "encoder_attention_mask": s.text_mask,
+            "audio_hidden_states": torch.randn(s.batch, 3, 20),
+        },
     ),
     "Krea2Transformer2DModel": lambda s: (  # text states of three layers, with padding
         {
@@ -532,15 +557,30 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         },
     ),
     "LongCatImageTransformer2DModel": lambda s: like_flux(s, plane=1.0),
-    "LTXVideoTransformer3DModel": ltx,
-    # Video with one timestep per token, and 3 audio tokens, which are never routed.
+    "LTXVideoTransformer3DModel": lambda s: plus(
+        ltx(s), {}, {"video_coords": torch.rand(s.batch, 3, s.side**2)}
+    ),
+    # Video with one timestep per token and a mask, and 3 audio tokens, which are never routed.
     "LTX2VideoTransformer3DModel": lambda s: plus(
         ltx(s),
         sound(s) | {"rope_type": "split"},
         {
             **{"audio_hidden_states": torch.randn(s.batch, 3, 128), "audio_timestep": s.steps},
             **{"audio_encoder_hidden_states": s.text, "audio_encoder_attention_mask": s.text_mask},
-            **{"audio_num_frames": 3, "isolate_modalities": True},
+            **{"audio_num_frames": 3, "fps": 12.0},
+            "video_self_attention_mask": (torch.rand(s.batch, s.side**2, s.side**2) > 0.3).float(),
+        },
+    ),
+    # LTX-2.3: the text is modulated too, and the tokens have coordinates.
+    "LTX2VideoTransformer3DModel, 2.3": lambda s: plus(
+        MODELS["LTX2VideoTransformer3DModel"](s),
+        dict.fromkeys(("cross_attn_mod", "audio_cross_attn_mod", "gated_attn", "perturbed_attn"), True)
+        | {"use_keyframes_abs_pos_embedding": True},
+        {
+            **{"sigma": 1000 * s.time, "audio_sigma": 500 * s.time, "use_cross_timestep": True},
+            "video_coords": torch.rand(s.batch, 3, s.side**2, 2),
+            "audio_coords": torch.rand(s.batch, 1, 3, 2),
+            "video_keyframes_mask": torch.randint(2, (s.batch, s.side**2, 1)),
         },
     ),
     "LuminaNextDiT2DModel": lumina_next,
@@ -604,9 +644,12 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     # Diffusion forcing: pairs of frames see earlier frames, and each frame has its own timestep.
     "SkyReelsV2Transformer3DModel": lambda s: plus(
-        wan(s),
+        with_image(s),
         {},
         {"timestep": torch.randint(1000, (s.batch, FRAMES)), "enable_diffusion_forcing": True},
+    ),
+    "SkyReelsV2Transformer3DModel, fps": lambda s: plus(  # diffusion forcing takes it for one sample only
+        wan(s), {"inject_sample_info": True}, {"fps": [i % 2 for i in range(s.batch)]}
     ),
     "StableAudioDiTModel": stable_audio,
     "StableAudio3DiTModel": lambda s: (  # each block adds the inpainting condition to the latents
@@ -663,6 +706,8 @@ def prepare(name, model):
         for block in model.transformer_blocks:
             for parameter in block.img_mlp.experts.parameters() if block.moe_enabled else ():
                 nn.init.normal_(parameter, std=0.1)  # diffusers does not initialize them
+    elif name == "CosmosTransformer3DModel":  # learned positions run in single precision only
+        model.learnable_pos_embed._apply = lambda *_: model.learnable_pos_embed
     elif name == "Kandinsky5Transformer3DModel":
         cast_timesteps(model.time_embeddings.in_layer, model.time_embeddings.in_layer)
     elif name == "MotifVideoTransformer3DModel":
@@ -675,7 +720,7 @@ def built(name, sizes=Sizes()):  # noqa: B008
     from diffusers import models
 
     torch.manual_seed(0)
-    kind, (options, inputs) = getattr(models, name), MODELS[name](sizes)
+    kind, (options, inputs) = getattr(models, name.partition(",")[0]), MODELS[name](sizes)
     model = kind(**usual(kind, sizes) | options)
     prepare(name, model)
     with torch.no_grad():

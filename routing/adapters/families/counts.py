@@ -43,8 +43,14 @@ def fibo_2_suffix(model: Any, arguments: Arguments) -> int:
 
 def hidream_padding(model: Any, arguments: Arguments) -> int:
     """Count the padding after the image. Square images have none, others are padded to the maximum."""
-    height, width = arguments["hidden_states"].shape[-2:]
-    return 0 if height == width else model.max_seq - height * width // model.config.patch_size**2
+    x = arguments["hidden_states"]
+    if x.ndim == 4:  # (N, C, height, width)
+        height, width = (size // model.config.patch_size for size in x.shape[-2:])
+        return 0 if height == width else model.max_seq - height * width
+    lengths = {int(height) * int(width) for height, width in arguments["img_sizes"]}  # x is (N, T + S, C)
+    if len(lengths) > 1:
+        raise ValueError(f"img_sizes: images of a batch must have equal token counts, not {sorted(lengths)}")
+    return x.shape[1] - lengths.pop()
 
 
 def hidream_others(model: Any, arguments: Arguments) -> int:
@@ -73,6 +79,13 @@ def history(names: Sequence[str], patch_size: Sequence[int] | None = None) -> Co
         return total
 
     return count
+
+
+def hunyuan_first_frame(model: Any, arguments: Arguments) -> int:
+    """Count the tokens of the first frame if it is given (token replacement)."""
+    if model.config.image_condition_type != "token_replace":
+        return 0
+    return math.prod(size // model.config.patch_size for size in arguments["hidden_states"].shape[-2:])
 
 
 def ideogram_prefix(model: Any, arguments: Arguments) -> int:

@@ -35,6 +35,7 @@ BLOCKS, SINGLE = "transformer_blocks", "single_transformer_blocks"
 # FLUX: attention may take a mask.
 FLUX_MASKED = rope(rotary) | {"joint_attention_kwargs": entry("attention_mask", mask)}
 FLUX_RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
+RESIDUALS = FLUX_RESIDUALS[:1]
 CHROMA = rope(rotary) | {"attention_mask": joint}  # (N, P + T)
 # CogView: the mask (N, P) covers the text alone.
 COGVIEW = BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=("attention_mask",))
@@ -50,11 +51,12 @@ def both(output: int, by_token: dict[str, Gather]) -> list[BlockList]:
     return [BlockList(name, output=output, by_token=by_token) for name in (BLOCKS, SINGLE)]
 
 
-def hunyuan(joint: bool) -> list[BlockList]:
-    """Return double and single blocks. They ignore `args`; only token-replace blocks use it."""
-    keys = {BLOCKS: "freqs_cis", SINGLE: "image_rotary_emb"}
-    ways = {name: {key: rotary, "attention_mask": mask_before_text} for name, key in keys.items()}
-    return [BlockList(x, joint=joint, output=0, by_token=ways[x]) for x in ways]
+# HunyuanVideo: double and single blocks. Attention puts the text last. Tokens of given frames come before the
+# image; other blocks than those of token replacement ignore `args`.
+HUNYUAN = [
+    BlockList(name, joint=True, output=0, by_token={key: rotary, "attention_mask": mask_before_text})
+    for name, key in ((BLOCKS, "freqs_cis"), (SINGLE, "image_rotary_emb"))
+]
 
 
 ROWS = {
@@ -72,7 +74,7 @@ ROWS = {
             BlockList(BLOCKS, output=1, by_token=FLUX_MASKED),
             BlockList(SINGLE, joint=True, by_token=FLUX_MASKED),
         ],
-        accepts=("img_ids", "guidance"),
+        accepts=("img_ids",),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
     ),
@@ -117,7 +119,7 @@ ROWS = {
     ),
     "FluxTransformer2DModel": Adapter(
         both(1, FLUX_MASKED),
-        accepts=("pooled_projections", "img_ids", "guidance", *FLUX_RESIDUALS, "controlnet_blocks_repeat"),
+        accepts=("img_ids", *FLUX_RESIDUALS, "controlnet_blocks_repeat"),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
         residuals=FLUX_RESIDUALS,
@@ -128,7 +130,7 @@ ROWS = {
             BlockList(BLOCKS, output=1, by_token=rope(rotary)),
             BlockList(SINGLE, joint=True, by_token=rope(rotary)),
         ],
-        accepts=("img_ids", "guidance"),
+        accepts=("img_ids",),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
     ),
@@ -155,7 +157,7 @@ ROWS = {
             ),
             BlockList("single_stream_blocks", by_token=HIDREAM, num_suffix_tokens=counts.hidream_others),
         ],
-        accepts=("encoder_hidden_states_t5",),
+        accepts=("encoder_hidden_states_t5", "hidden_states_masks", "img_ids", "img_sizes"),
         whole_between_blocks=True,
     ),
     # Attention puts the text after the image.
@@ -231,7 +233,9 @@ ROWS = {
     # Two tables of complex numbers, for the image and for the text; modulate_index (N, T + S).
     "QwenImageTransformer2DModel": Adapter(
         BlockList(BLOCKS, output=1, by_token=rope(part(0, table)) | {"modulate_index": tokens}),
+        accepts=RESIDUALS,
         num_suffix_tokens=counts.qwen_references,
+        residuals=RESIDUALS,
     ),
     # One sequence: text and reference images with block-causal attention, then the image. key_valid is
     # (N, P + T), target_token_mask (P + T,) marks the image tokens, segments describe the prefix. Flex
@@ -246,14 +250,16 @@ ROWS = {
     ),
     "SD3Transformer2DModel": Adapter(
         BlockList(BLOCKS, output=1),
-        accepts=("pooled_projections", "block_controlnet_hidden_states"),
+        accepts=("block_controlnet_hidden_states",),
         residuals=("block_controlnet_hidden_states",),
     ),
     # One sequence: the image, its padding, the text. The refiners before it are not routed.
     # A table (N, T + S, d), a mask (N, T + S).
     "ZImageTransformer2DModel": Adapter(
         BlockList("layers", tokens="x", by_token={"freqs_cis": tokens, "attn_mask": mask}),
+        accepts=RESIDUALS,
         num_suffix_tokens=counts.z_image_suffix,
+        residuals=RESIDUALS,
     ),
     # Blocks look up the coordinates of the tokens, three (1, T), in tables.
     "AllegroTransformer3DModel": Adapter(
@@ -284,12 +290,13 @@ ROWS = {
             by_token={
                 **rope(rotary),
                 "extra_pos_emb": tokens,
+                "controlnet_residual": tokens,
                 "embedded_timestep": if_ndim(3, tokens),
                 "temb": if_ndim(3, tokens),
             },
             shared=("attention_mask",),
         ),
-        accepts=("attention_mask", "fps"),
+        accepts=("attention_mask", "block_controlnet_hidden_states"),
     ),
     "EasyAnimateTransformer3DModel": Adapter(BlockList(BLOCKS, output=0, by_token=rope(rotary))),
     # The tokens of earlier frames come first. Each token has its own timestep.
@@ -305,10 +312,8 @@ ROWS = {
         ),
         num_prefix_tokens=counts.history(("history_short", "history_mid", "history_long")),
     ),
-    # Double blocks, then single ones. Attention puts the text last.
-    "HunyuanVideoTransformer3DModel": Adapter(
-        hunyuan(joint=False), accepts=("pooled_projections", "guidance")
-    ),
+    # Token replacement: the first frame is given.
+    "HunyuanVideoTransformer3DModel": Adapter(HUNYUAN, num_prefix_tokens=counts.hunyuan_first_frame),
     # No single blocks. The mask covers the text alone.
     "HunyuanVideo15Transformer3DModel": Adapter(
         BlockList(BLOCKS, output=0, by_token={"freqs_cis": rotary}, shared=("attention_mask",)),
@@ -316,16 +321,14 @@ ROWS = {
     ),
     # FramePack: the tokens of earlier frames come before the generated ones.
     "HunyuanVideoFramepackTransformer3DModel": Adapter(
-        hunyuan(joint=True),
-        accepts=("pooled_projections", "guidance"),
+        HUNYUAN,
         num_prefix_tokens=counts.history(("clean", "history_2x", "history_4x"), patch_size=(1, 2, 2)),
     ),
     # Rotary positions (N, T, 1, d, 2, 2), one matrix per pair of channels.
     "Kandinsky5Transformer3DModel": Adapter(
         BlockList("visual_transformer_blocks", tokens="visual_embed", by_token={"rope": tokens}),
-        accepts=("pooled_projections", "visual_rope_pos"),
     ),
-    # Without audio: its queries attend to the video, which the proof cannot check.
+    # Audio tokens are never routed.
     "Kandinsky6Transformer3DModel": Adapter(
         BlockList(
             "visual_transformer_blocks",
@@ -334,7 +337,6 @@ ROWS = {
             by_token={"vis_rope": unbatched},  # (T, 1, d, 2, 2)
             shared=("attn_mask",),
         ),
-        accepts=("pooled_projections",),
     ),
     # LTX: temb is (N, T, D) if each token has its own timestep, else (N, 1, D).
     "LTXVideoTransformer3DModel": Adapter(
@@ -348,9 +350,9 @@ ROWS = {
             by_token={
                 **dict.fromkeys(("video_rotary_emb", "ca_video_rotary_emb"), LTX_ROTARY),
                 **dict.fromkeys(("temb", "temb_ca_scale_shift", "temb_ca_gate"), if_many(tokens)),
+                "self_attention_mask": mask,  # (N, T, T)
             },
         ),
-        accepts=("audio_hidden_states",),
     ),
     "SanaWMLTX2RefinerTransformer3DModel": Adapter(
         BlockList(BLOCKS, by_token={"video_rotary_emb": LTX_ROTARY, "temb": if_many(tokens)}),
@@ -372,11 +374,10 @@ ROWS = {
             },
         ),
     ),
-    "WanTransformer3DModel": Adapter(WAN, accepts=("encoder_hidden_states_image",)),
+    "WanTransformer3DModel": Adapter(WAN),
     # Every second block attends within a window of positions, given by a mask.
     "AceStepTransformer1DModel": Adapter(
         BlockList("layers", by_token={"position_embeddings": rotary, "attention_mask": mask}),
-        accepts=("timestep_r",),
         check=refuse("the attention backend {}", counts.ace_step_backend),
     ),
     "LongCatAudioDiTTransformer": Adapter(
