@@ -6,7 +6,7 @@
 import importlib
 from typing import Any
 
-from routing.routers import grid_router, norm_router, random_router
+from routing.routers import grid_router, norm_router, random_router, row_router
 from routing.routes import Route, Router, Routing, from_simpletuner, resolve_routes
 from routing.schedule import RoutePlan, grow_ratio
 from routing.tokens import (

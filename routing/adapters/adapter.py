@@ -149,6 +149,8 @@ class Adapter:
         check: function that raises ValueError for a model or arguments that cannot be routed.
         whole_between_blocks: True if the model cuts the sequence between blocks at positions that it computed
             for all tokens. Bypassing tokens are then put back after every block of a window.
+        one_subset: True if samples share positions or modulation, so that all must keep the same tokens. It
+            needs a router with `share_over_batch=True`.
     """
 
     block_lists: Sequence[BlockList] | Any  # a single BlockList is not a sequence until __post_init__
@@ -158,6 +160,7 @@ class Adapter:
     residuals: Sequence[str] = ()
     check: Callable[[Any, Arguments], None] = lambda model, arguments: None
     whole_between_blocks: bool = False
+    one_subset: bool = False
 
     def __post_init__(self) -> None:
         lists = (self.block_lists,) if isinstance(self.block_lists, BlockList) else self.block_lists

@@ -69,6 +69,11 @@ def attach(
         raise ValueError(
             f"forward of {name} was replaced (hooks, mixed precision): attach before anything replaces it"
         )
+    if adapter.one_subset and not getattr(router, "keywords", {}).get("share_over_batch"):
+        raise ValueError(
+            f"samples of {name} share their positions: pass "
+            "router=functools.partial(routing.random_router, share_over_batch=True)"
+        )
     if getattr(model, "routes", ()):
         raise ValueError(f"{name} was built with routes: build it without them")
     signature = inspect.signature(plain_forward(type(model)))

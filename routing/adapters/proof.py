@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from routing.adapters.adapter import Adapter, BlockList
 from routing.adapters.attached import attach, detach
+from routing.routers import random_router
 from routing.routes import Route, Routing
 from routing.tokens import num_tokens_kept
 
@@ -123,7 +124,8 @@ def prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rout
 
 
 def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], route: Route) -> Proof:
-    (route,) = attach(model, [route], adapter=adapter)  # raises if something does not fit
+    router = partial(random_router, share_over_batch=adapter.one_subset)
+    (route,) = attach(model, [route], adapter=adapter, router=router)  # raises if something does not fit
     detach(model)
     layers = [(spec, block) for spec in adapter.block_lists for block in spec.of(model)]
     window = layers[route.start_layer_idx : route.end_layer_idx + 1]
@@ -132,12 +134,13 @@ def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rou
     with start.recording():
         plain = _output(model, arguments)
     N, T = start.value.shape[0], start.value.shape[1] - S[start.spec.name]
-    noise = torch.rand(N, T, generator=torch.Generator().manual_seed(0)).to(start.value.device)
+    num_draws, generator = 1 if adapter.one_subset else N, torch.Generator().manual_seed(0)
+    noise = torch.rand(num_draws, T, generator=generator).to(start.value.device).expand(N, T)
     num_kept = num_tokens_kept(T, route.selection_ratio)
     hidden = noise.argsort(dim=1).argsort(dim=1) >= num_kept  # (N, T)
     hidden_in = {name: F.pad(hidden, (0, num_suffix)) for name, num_suffix in S.items()}  # (N, T + S)
 
-    attach(model, [route], adapter=adapter)
+    attach(model, [route], adapter=adapter, router=router)
     try:
         dense = _output(model, {**arguments, "routing": Routing(0)})
         routed = _output(model, {**arguments, "routing": Routing(route.selection_ratio, noise=[noise])})

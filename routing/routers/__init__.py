@@ -9,3 +9,4 @@ noise (N, T) in [0, 1): replaces the draw from `generator`. ids_keep (N, K): asc
 from routing.routers.grid import grid_router
 from routing.routers.norm import norm_router
 from routing.routers.random import random_router
+from routing.routers.row import row_router

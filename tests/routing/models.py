@@ -339,6 +339,28 @@ def ltx(s):
     }
 
 
+def minimax_h3(s):
+    lengths = (s.num_text, 3, 2, s.side**2)
+    tags, levels = (
+        [value for value, n in zip(values, lengths, strict=True) for _ in range(n)]
+        for values in ((1, 2, 0, 0), (0, 1, 0, 2))
+    )
+    tags, levels = torch.tensor(tags), torch.tensor(levels)
+    options = {"freq_dim": 32, "time_embed_hidden_dim": s.width, "time_embed_dim": s.width}
+    return {**options, "rope_freq_dim": s.head_dim // 6, "num_refiner_layers": 1}, {
+        "hidden_states": torch.randn(s.batch, 2 + s.side**2, 96),
+        "audio_hidden_states": torch.randn(s.batch, 3, 32),
+        "encoder_hidden_states": s.text,
+        "timestep": torch.rand(3),
+        **{"timestep_indices": levels, "token_tags": tags},
+        "position_ids": torch.rand(len(tags), 3) * 9,
+        **{
+            f"{name}_indices": (tags == tag).nonzero()[:, 0]
+            for tag, name in enumerate(("video", "text", "audio"))
+        },
+    }
+
+
 def sound(s):
     return {"audio_attention_head_dim": s.head_dim // 2, "audio_cross_attention_dim": s.width // 2}
 
@@ -479,14 +501,15 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
             "encoder_hidden_states_llama3": torch.randn(s.depth, s.batch, 3, TEXT_DIM),
         },
     ),
-    "HunyuanImageTransformer2DModel": lambda s: (
+    "HunyuanImageTransformer2DModel": lambda s: (  # with a second text
         {
-            **{**s.double_single, "rope_axes_dim": (s.head_dim // 2,) * 2},
+            **{**s.double_single, "rope_axes_dim": (s.head_dim // 2,) * 2, "text_embed_2_dim": TEXT_DIM},
             **{"guidance_embeds": True, "use_meanflow": True},
         },
         {
             **{"hidden_states": s.image(64, patch_size=1), "timestep": 1000 * s.time, **s.masked},
             **{"guidance": 1000 * s.time, "timestep_r": 500 * s.time},
+            **{"encoder_hidden_states_2": s.text, "encoder_attention_mask_2": s.text_mask},
         },
     ),
     "HunyuanVideoTransformer3DModel": hunyuan_video,
@@ -591,6 +614,8 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
             "encoder_attention_mask": torch.arange(s.num_text).expand(s.batch, -1) < s.num_text - 1,
         },
     ),
+    # Text, three audio tokens and a reference of two, then the video; three noise levels.
+    "MiniMaxH3Transformer3DModel": minimax_h3,
     # Half of a head rotates. Each latent has its own condition, which is added before the blocks.
     "MiniMaxMusic3Transformer1DModel": lambda s: (
         {"rotary_dim": s.head_dim // 2, "condition_dim": TEXT_DIM},

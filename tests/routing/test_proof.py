@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 import pytest
@@ -15,6 +16,7 @@ from tests.routing.models import MODELS, Sizes, built
 
 FAST = ("FluxTransformer2DModel", "SD3Transformer2DModel", "AuraFlowTransformer2DModel")
 FAST += ("WanTransformer3DModel", "HunyuanVideoTransformer3DModel", "QwenImageTransformer2DModel")
+ROUTER = partial(random_router, share_over_batch=True)  # some classes need one subset for all samples
 MAX_ERROR = 1e-6  # in double precision, of what routes change
 NUM_TOKENS = {"HunyuanVideoTransformer3DModel, token replacement": 12}  # the first frame is given
 WINDOWS = [Route(0.5, 1, -2), Route(0.75, 0, -1), Route(0.25, 2, 2)]
@@ -41,11 +43,11 @@ def check(model, adapter, arguments, num_tokens):
         assert proof.dense == 0 and proof.routed < MAX_ERROR
     lengths = []
 
-    def router(x, num_kept, /, *, force_keep=None, noise=None, generator=None):
+    def router(x, num_kept, /, **options):
         lengths.append(x.shape[1])
-        return random_router(x, num_kept, force_keep=force_keep, noise=noise, generator=generator)
+        return ROUTER(x, num_kept, **options)
 
-    attach(model, WINDOWS[:1], adapter=adapter, router=router)
+    attach(model, WINDOWS[:1], adapter=adapter, router=partial(router, share_over_batch=True))
     model(**arguments)
     detach(model)
     assert lengths == [num_tokens]
@@ -172,7 +174,7 @@ def test_a_class_refuses_what_its_adapter_does_not_know(name):
     wrong = {key: {key: object()} for key in names if key not in accepts}
     dicts = [key for key in names if key.endswith("attention_kwargs") and key in accepts]
     wrong |= {rf"{key}\.other": {key: {"other": 1}} for key in dicts}
-    attach(model, WINDOWS[:1])
+    attach(model, WINDOWS[:1], router=ROUTER)
     for message, argument in wrong.items():
         with pytest.raises(ValueError, match=f"^{message} of {name} is not supported with routing"):
             model(**{**arguments, **argument})

@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routing import grid_router, norm_router, random_router
+from routing import grid_router, norm_router, random_router, row_router
 
 SHAPES = {"num_samples": st.integers(1, 5), "num_tokens": st.integers(1, 40), "seed": st.integers(0, 2**32)}
 half_norm = partial(norm_router, weight=0.5)
-every_router = pytest.mark.parametrize("router", [random_router, norm_router, half_norm])
+one_long = partial(row_router, length=1)
+every_router = pytest.mark.parametrize("router", [random_router, norm_router, half_norm, one_long])
 
 
 def seeded(seed=0):
@@ -167,3 +168,28 @@ def test_the_grid_router_keeps_the_lowest_noise_of_each_group():
 def test_wrong_options_are_refused(router, num_tokens, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         router(torch.zeros(2, num_tokens, 1), 2)
+
+
+def test_the_row_router_keeps_whole_rows_and_one_in_part():
+    """Here 4 x 6 tokens: rows of a grid, or frames."""
+    x = torch.zeros(500, 24, 1)
+    ids_keep = row_router(x, 14, length=6, generator=seeded())
+    numbers = torch.stack([torch.bincount(ids // 6, minlength=4) for ids in ids_keep])
+    assert (numbers.sort(dim=1).values == torch.tensor([0, 2, 6, 6])).all()
+    assert ((numbers > 0).float().mean(dim=0) - 0.75).abs().max() < 0.06
+    assert torch.equal(
+        row_router(x[:, :16], 8, generator=seeded()), row_router(x[:, :16], 8, length=4, generator=seeded())
+    )
+    for length in (0, 5):
+        with pytest.raises(
+            ValueError, match=rf"^model.router.length={length} must divide the number of tokens, 24$"
+        ):
+            row_router(x, 12, length=length)
+
+
+@pytest.mark.parametrize("router", [random_router, grid_router, row_router])
+def test_samples_of_a_batch_may_share_their_tokens(router):
+    x = torch.zeros(20, 16, 1)
+    shared = router(x, 8, share_over_batch=True, generator=seeded())
+    assert (shared == shared[0]).all() and not (router(x, 8, generator=seeded()) == shared[0]).all()
+    assert not torch.equal(shared, router(x, 8, share_over_batch=True, generator=seeded(1)))

@@ -25,13 +25,14 @@ FluxAttnProcessor FusedAttnProcessor2_0 FusedAuraFlowAttnProcessor2_0 FusedCogVi
 FusedJointAttnProcessor2_0 GlmImageAttnProcessor HeliosAttnProcessor HiDreamAttnProcessor
 HunyuanImageAttnProcessor HunyuanVideo15AttnProcessor2_0 HunyuanVideoAttnProcessor2_0 Ideogram4AttnProcessor
 JointAttnProcessor2_0 JoyImageAttnProcessor JoyImageEditPlusAttnProcessor Kandinsky5AttnProcessor
-Kandinsky6AttnProcessor Krea2AttnProcessor LTX2AudioVideoAttnProcessor LTX2PerturbedAttnProcessor
-LTXVideoAttnProcessor LongCatImageAttnProcessor Lumina2AttnProcessor2_0 LuminaAttnProcessor2_0
-MiniMaxMusic3AttnProcessor MochiAttnProcessor2_0 MotifVideoAttnProcessor2_0 MotifVideoCrossAttnProcessor2_0
-NucleusMoEAttnProcessor2_0 OmniGenAttnProcessor2_0 OvisImageAttnProcessor PRXAttnProcessor2_0
-QwenDoubleStreamAttnProcessor2_0 QwenImage21AttnProcessor SanaWMLTX2AudioVideoAttnProcessor
-SanaWMLTX2RefinerAttnProcessor SkyReelsV2AttnProcessor StableAudio3CrossAttnProcessor
-StableAudio3SelfAttnProcessor StableAudioAttnProcessor2_0 WanAttnProcessor ZSingleStreamAttnProcessor
+Kandinsky6AttnProcessor Krea2AttnProcessor LongCatImageAttnProcessor LTX2AudioVideoAttnProcessor
+LTX2PerturbedAttnProcessor LTXVideoAttnProcessor Lumina2AttnProcessor2_0 LuminaAttnProcessor2_0
+MiniMaxH3AttnProcessor MiniMaxMusic3AttnProcessor MochiAttnProcessor2_0 MotifVideoAttnProcessor2_0
+MotifVideoCrossAttnProcessor2_0 NucleusMoEAttnProcessor2_0 OmniGenAttnProcessor2_0 OvisImageAttnProcessor
+PRXAttnProcessor2_0 QwenDoubleStreamAttnProcessor2_0 QwenImage21AttnProcessor
+SanaWMLTX2AudioVideoAttnProcessor SanaWMLTX2RefinerAttnProcessor SkyReelsV2AttnProcessor
+StableAudio3CrossAttnProcessor StableAudio3SelfAttnProcessor StableAudioAttnProcessor2_0 WanAttnProcessor
+ZSingleStreamAttnProcessor
 """
 ALL = slice(None)
 HEADS_THIRD = ((None, ALL, None, ALL), (None, ALL, None), (ALL, None, ALL))  # for (N, L, heads, d)
@@ -93,6 +94,11 @@ def leading(x: torch.Tensor, kept: TokenSelection) -> torch.Tensor:
 def unbatched(x: torch.Tensor, kept: TokenSelection) -> torch.Tensor:
     """Gather (T + S, ...) that all samples share."""
     return kept.gather(x.unsqueeze(0))
+
+
+def of_all(x: torch.Tensor, kept: TokenSelection) -> torch.Tensor:
+    """Gather (P + T + S, ...) once for all samples, which keep the same tokens."""
+    return kept.gather_joint(x.unsqueeze(0))[0]
 
 
 def table(x: torch.Tensor, kept: TokenSelection) -> TablePerSample:

@@ -19,6 +19,7 @@ from routing.adapters.families.parts import (
     mask,
     mask_before_text,
     num_reference_tokens,
+    of_all,
     part,
     refuse,
     rope,
@@ -43,6 +44,7 @@ COGVIEW = BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=("attention_
 HIDREAM = rope(lambda x, kept: kept.gather_between(x)) | {"hidden_states_masks": tokens}
 # Wan: (1, T, 1, d) each, and (N, T, 6, D) where each token has its own timestep, else (N, 6, D).
 WAN = BlockList("blocks", by_token={"rotary_emb": tuple_of(tokens), "temb": if_ndim(4, tokens)})
+MINIMAX_INDICES = ("video_indices", "audio_indices", "text_indices")
 LTX_ROTARY = tuple_of(lambda x, kept: kept.gather(x, x.ndim - 2))  # (N, T, D), or (N, heads, T, d)
 
 
@@ -317,7 +319,6 @@ ROWS = {
     # No single blocks. The mask covers the text alone.
     "HunyuanVideo15Transformer3DModel": Adapter(
         BlockList(BLOCKS, output=0, by_token={"freqs_cis": rotary}, shared=("attention_mask",)),
-        accepts=("encoder_hidden_states_2", "encoder_attention_mask_2"),
     ),
     # FramePack: the tokens of earlier frames come before the generated ones.
     "HunyuanVideoFramepackTransformer3DModel": Adapter(
@@ -356,6 +357,13 @@ ROWS = {
     ),
     "SanaWMLTX2RefinerTransformer3DModel": Adapter(
         BlockList(BLOCKS, by_token={"video_rotary_emb": LTX_ROTARY, "temb": if_many(tokens)}),
+    ),
+    # One sequence: text, audio and references, then the video. All samples share (P + T, d) each, (P + T,).
+    "MiniMaxH3Transformer3DModel": Adapter(
+        BlockList(BLOCKS, joint=True, by_token={"rotary_emb": tuple_of(of_all), "adaln_indices": of_all}),
+        accepts=("position_ids", "timestep_indices", "token_tags", *MINIMAX_INDICES),
+        num_prefix_tokens=counts.minimax_h3_prefix,
+        one_subset=True,
     ),
     # Learned rotary positions for each head, (T, heads, d / 2) each.
     "MochiTransformer3DModel": Adapter(BlockList(BLOCKS, output=0, by_token=rope(tuple_of(unbatched)))),
