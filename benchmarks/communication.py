@@ -74,6 +74,8 @@ def main() -> None:
     parser.add_argument("--record", metavar="NAME", help="add the rows to the record, as this setting")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     request = parser.parse_intermixed_args()
+    if request.predict and request.overrides:
+        parser.error("--predict takes no keys")
     if request.predict:
         rows = predictions()
         print(markdown(rows, dict.fromkeys(rows[0], "{}")))

@@ -216,8 +216,11 @@ class Drawing:
         """Collect everything that the images depend on, except sampler, guidance and labels."""
         weights = hashlib.sha256()
         for net in self.model.networks:
-            for _, tensor in sorted(net.state_dict().items()):
-                weights.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            # The state_dict of a network that shares its weights would scatter them again.
+            tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+            for _, tensor in sorted(tensors.items()):
+                copy = tensor.detach().to("cpu", copy=True).contiguous()
+                weights.update(copy.reshape(-1).view(torch.uint8).numpy())
         options = {"first_seed": self.options.first_seed, "bf16": self.options.bf16}
         return {"weights": weights.hexdigest(), **options}
 

@@ -1,6 +1,5 @@
 """Estimate the time, memory and disk space of a training, and measure the free resources."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,7 +14,7 @@ from builders.experiment import Experiment
 from builders.schemas import TrainConfig
 from models.cost import Cost
 from runtime.launch import Launch
-from runtime.machine import return_freed_memory
+from runtime.machine import processes_here, return_freed_memory
 from training.speed import product_flops_per_sec
 
 UTILISATION = 0.4  # of the speed of large matrix products; small networks reach less
@@ -50,15 +49,15 @@ def sharing_processes(train: TrainConfig, num_processes: int) -> int:
     """Return the number of processes that share one copy of the weights.
 
     Raises:
-        ValueError: LOCAL_WORLD_SIZE, which `hsdp` needs, is not set or does not divide `num_processes`.
+        ValueError: with `hsdp`, a machine has one process, or machines have different numbers.
     """
     if train.parallel != "hsdp":
         return num_processes
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not local.isdecimal() or num_processes % int(local):
-        rule = f"must be set, and divide the number of processes={num_processes}"
+    local = processes_here()
+    if local == 1 or num_processes % local:
+        rule = f"must be at least 2, and divide the number of processes={num_processes}"
         raise ValueError(f"train.parallel=hsdp: the variable LOCAL_WORLD_SIZE={local} {rule}")
-    return int(local)
+    return local
 
 
 def estimate(
@@ -86,7 +85,7 @@ def free_memory(launch: Launch) -> int:
     if launch.device.type == "cuda":
         return torch.cuda.mem_get_info(launch.device)[0] + torch.cuda.memory_reserved(launch.device)
     return_freed_memory()  # memory of earlier jobs of a sweep would count as used
-    return min([psutil.virtual_memory().available, *_free_in_groups()]) // launch.world_size
+    return min([psutil.virtual_memory().available, *_free_in_groups()]) // processes_here()
 
 
 def _free_in_groups() -> Iterator[int]:

@@ -24,6 +24,7 @@ from routing import Route, RoutePlan
 from runtime.command_line import one_line
 from runtime.config import compose_config
 from runtime.launch import ALONE, Launch
+from runtime.machine import processes_here
 from runtime.nodes import Node, check_arguments, config_folders
 from runtime.provenance import flatten, source_sha256
 from runtime.targets import check_apart
@@ -192,6 +193,8 @@ class Experiment:
         # Gradients of ranks with different data or code must not be averaged.
         data = {"fingerprint of the data": dataset.describe()["fingerprint"]}
         data |= {"code (sha256)": source_sha256(), "torch": torch.__version__}
+        if self.train.parallel == "hsdp":
+            data["the variable LOCAL_WORLD_SIZE"] = processes_here()
         launch.assert_ranks_agree({**flatten(self.written), **data})
         return dataset
 

@@ -36,10 +36,9 @@ def check_rules(experiment: "Experiment", num_processes: int) -> None:
     if not 0 <= experiment.seed < NUM_SEEDS:
         raise ValueError(f"seed={experiment.seed} must not be negative, and less than {NUM_SEEDS}")
     if train.batch_size % ((train.micro_batch_size or 1) * num_processes):
-        raise ValueError(
-            f"train.batch_size={train.batch_size} must be a multiple of train.micro_batch_size="
-            f"{train.micro_batch_size or 1} times the number of processes={num_processes}"
-        )
+        micro = train.micro_batch_size and f"train.micro_batch_size={train.micro_batch_size} times "
+        rule = f"must be a multiple of {micro or ''}the number of processes={num_processes}"
+        raise ValueError(f"train.batch_size={train.batch_size} {rule}")
     check_choice("decoding", experiment.decoding, DECODINGS)
     _check_routes(experiment)
     _check_kept_tokens(experiment)
@@ -66,7 +65,8 @@ def _check_routes(experiment: "Experiment") -> None:
 
 def _check_kept_tokens(experiment: "Experiment") -> None:
     train, router = experiment.train, experiment.model_node.arguments.get("router")
-    if train.kept_tokens_only and (router is None or router.target != "routing.random_router"):
+    is_random = router is not None and router.target == "routing.random_router"
+    if train.kept_tokens_only and not (is_random and not router.arguments["share_over_batch"]):
         raise ValueError(
             "train.kept_tokens_only=true needs model/router=random: the loss must know the kept tokens"
         )

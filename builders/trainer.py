@@ -143,7 +143,8 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
         else None,
     )
     trainer.resume_newest()
-    if trainer.step and "speed_check" in run.manifest():
+    # Processes that share weights would have to run out of memory together.
+    if train.parallel != "ddp" or (trainer.step and "speed_check" in run.manifest()):
         trainer.speed_check = None
     launch.barrier()  # all ranks have read the files that the first rank changes
     expected = cost(mask_coverage=experiment.mask_coverage(dataset))
@@ -178,7 +179,7 @@ def _start_writing(
     details = {
         "resolved": resolved.record(),
         "num_processes": launch.world_size,
-        "parallel": train.parallel,
+        "parallel": train.parallel + (", bf16 sums" if train.reduce_dtype == "bf16" else ""),
         **environment(launch.device),
         "overrides": chosen_overrides(),
         "routes": trainer.route_plan.describe(train.masked_loss),

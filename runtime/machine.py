@@ -52,8 +52,16 @@ def start_process(timeout: timedelta | None = None, tf32: bool = True) -> Launch
     launch = Launch.of(PartialState(cpu=device_type() == "cpu", **options))
     # Launchers set one thread by default, which is right for a GPU only.
     if launch.device.type == "cpu" and not threads_are_chosen():
-        torch.set_num_threads(max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, cpu_count() // processes_here()))
     return launch
+
+
+def processes_here() -> int:
+    """Return the number of processes of the launch on this machine: the variable LOCAL_WORLD_SIZE, or 1."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not local.isdecimal() or local == "0":
+        raise ValueError(f"the variable LOCAL_WORLD_SIZE={local} must be a positive number")
+    return int(local)
 
 
 def device_type() -> str:

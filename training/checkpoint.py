@@ -11,7 +11,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,7 +37,7 @@ State = tuple[dict[str, torch.Tensor], dict[str, Any]]  # of a part: tensors by 
 class Part(Protocol):
     """A stateful part of a run. Its state is a nested dictionary of tensors and JSON values.
 
-    Both methods are collective: all ranks call them in the same order, and all load the first rank's state.
+    Both methods are collective: all ranks call them in the same order, and all load the same file.
     """
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -126,12 +127,22 @@ class CheckpointFolder:
 
         file = partial / f"shard-{self.launch.rank + 1:05d}-model-00001-of-00001.safetensors"
         try:
-            # Only tensors: anything else would be pickled into the file without a word.
-            dcp.save(shards, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
-        except dcp.api.CheckpointException as error:  # on all ranks
+            with _errors_of_all_ranks():
+                # Only tensors: anything else would be pickled into the file without a word.
+                writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
+                dcp.save(shards, storage_writer=writer)
+        except BaseException:  # the same on all ranks
             self.launch.broadcast_from_main(lambda: shutil.rmtree(partial, ignore_errors=True))
-            raise OSError(str(error)) from error
-        return dict(self.launch.gather_items([(file.name, sha256(file))] if file.exists() else []))
+            raise
+        try:
+            found = [(file.name, sha256(file), "")] if file.exists() else []
+        except OSError as error:  # on this rank alone
+            found = [(file.name, "", str(error))]
+        found = self.launch.gather_items(found)
+        for _, _, failure in found:
+            if failure:
+                raise OSError(failure)
+        return {name: digest for name, digest, _ in found}
 
     def _write(self, step: int, partial: Path, states: Mapping[str, State], digests: dict[str, str]) -> None:
         final = self.folder / f"step_{step:08d}"
@@ -228,13 +239,36 @@ def _read_shards(checkpoint: Path, name: str, like: Mapping[str, torch.Tensor]) 
     reader, prefix = dcp.HuggingFaceStorageReader(str(checkpoint)), f"{name}/"
     saved: dict[str, Any] = reader.read_metadata().state_dict_metadata  # files hold tensors alone
     blank = {key: torch.empty(saved[key].size, device="meta") for key in saved if key.startswith(prefix)}
+    if not blank:
+        return {}
     places = {key: _place(like, key.removeprefix(prefix), tensor) for key, tensor in blank.items()}
     tensors = {
         key: torch.empty(p.shape) if p.is_meta else torch.empty_like(p, requires_grad=False)
         for key, p in places.items()
     }
-    dcp.load(tensors, storage_reader=reader, no_dist=not is_initialized())
+    with _errors_of_all_ranks():
+        dcp.load(tensors, storage_reader=reader, no_dist=not is_initialized())
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+
+
+@contextmanager
+def _errors_of_all_ranks() -> Iterator[None]:
+    """Raise an error of one rank, which torch reports to all of them, on all.
+
+    Raises:
+        OSError: no rank had another error.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:  # a BaseException, whose text has all tracebacks
+        causes = [cause for cause, _ in error.failures.values()]
+        of_disk = (OSError, SafetensorError)  # safetensors raises its own error for a full disk
+        cause = next((cause for cause in causes if not isinstance(cause, of_disk)), None)
+        if cause is None:
+            raise OSError(str(causes[0])) from error
+        raise cause from error
 
 
 def _discard(checkpoint: Path) -> None:

@@ -45,13 +45,20 @@ def shard(
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
+    net.register_forward_hook(_copy)
     fully_shard(net, mesh=mesh, mp_policy=policy)
+
+
+def _copy(net: nn.Module, inputs: Any, output: Any) -> Any:
+    """Copy an output that is one tensor: `fully_shard` warns of a view."""
+    return output.clone() if isinstance(output, torch.Tensor) else output
 
 
 @contextmanager
 def gathered(*nets: nn.Module) -> Iterator[None]:
     """Keep whole weights on every process inside this context: a forward pass does not communicate, and
-    processes may run different numbers of them. Without effect on networks that are not sharded.
+    processes may run different numbers of them. `state_dict()` would scatter the weights again. Without effect
+    on networks that are not sharded.
     """
     groups: list[Any] = [module for net in nets for module in net.modules() if shares_weights(module)]
     for group in groups:

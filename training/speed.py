@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 from statistics import median
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from training.recorder import Recorder
-from training.sharding import no_sync, shares_weights
+from training.sharding import no_sync
 
 MIN_SHARE = 0.8  # fraction of the predicted speed-up below which routes count as slow
 REPEATS = 7
@@ -139,9 +138,8 @@ class SpeedCheck:
 
     def _step(self, ratios: tuple[float, ...]) -> None:
         """Run forward and backward on a micro-batch, then clear the gradients."""
-        # Gradients that FSDP does not synchronise would be kept for the next step.
         try:
-            with nullcontext() if shares_weights(self.precond.net) else no_sync(self.precond.net):
+            with no_sync(self.precond.net):
                 self.losses(ratios).mean().backward()
         finally:
             self.precond.zero_grad()

@@ -91,7 +91,8 @@ def test_the_limit_of_a_container_or_a_job_counts(tmp_path, monkeypatch, group, 
     monkeypatch.setattr(estimate, "CGROUPS", tmp_path)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8 * GIB))
     assert free_memory(ALONE) == min(free, 8 * GIB)
-    assert free_memory(Launch(world_size=2)) == min(free, 8 * GIB) // 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # of four processes on two machines
+    assert free_memory(Launch(world_size=4)) == min(free, 8 * GIB) // 2
 
 
 def test_times_are_one_number():

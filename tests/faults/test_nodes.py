@@ -1,7 +1,7 @@
 """Two nodes of two processes each, as two launchers on this machine that meet at one address."""
 
+import socket
 import subprocess
-import time
 from functools import partial
 
 import psutil
@@ -24,6 +24,12 @@ def launchers():
         kill(process_tree(launcher))
 
 
+def is_open(port):
+    """Return True if a program listens at a port of this machine."""
+    with socket.socket() as opened:
+        return opened.connect_ex(("127.0.0.1", port)) == 0
+
+
 def start_node(launchers, folder, name, port, *overrides):
     """Start the launcher of a node; its output goes to a file of its name."""
     meeting = ("--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=r", "--max_restarts=3")
@@ -44,7 +50,7 @@ def test_a_node_that_dies_and_comes_back_loses_nothing(tmp_path, launchers):
     (port,) = free_ports(1)
     start_one = partial(start_node, launchers, tmp_path)
     first = start_one("first", port, *options, f"output_dir={run}")
-    time.sleep(2)  # it hosts the meeting
+    wait_until(lambda: is_open(port), "the meeting", 60)  # the first node hosts it
     second = start_one("second", port, *options, f"output_dir={run}")
     wait_until(lambda: (run / "metrics.jsonl").is_file() and len(metrics(run)) > 5, "training", 200)
     lost = process_tree(second)

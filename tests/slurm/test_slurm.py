@@ -62,7 +62,8 @@ def test_a_preempted_job_of_two_nodes_is_queued_again_and_ends_bitwise(tmp_path,
 def test_a_job_saves_before_its_time_limit_and_is_queued_again(tmp_path, cluster):
     """SLURM signals up to a minute early."""
     run, options = tmp_path / "run", (*OPTIONS, "train.total_steps=100000")
-    job = submit(cluster, tmp_path, "--time=3", "--signal=USR1@60", JOB, *options, f"output_dir={run}")
+    limits = ("--nodes=2", "--time=3", "--signal=USR1@60")
+    job = submit(cluster, tmp_path, *limits, JOB, *options, f"output_dir={run}")
     wait_until(lambda: steps_of(run) and len(starts_of(run)) == 2, "a second start", 300)
     assert "SIGUSR1" in (tmp_path / f"{job}.out").read_text()
     assert starts_of(run)[1]["step"] > 0

@@ -106,13 +106,15 @@ def test_the_reserve_covers_steps_saves_and_evaluations(tmp_path, clock):
     guessed_sec = trainer.clock.longest_sec["save"]
     assert guessed_sec == 16 * sum(parameter.numel() for parameter in trainer.net.parameters()) / 100e6
     interrupted(trainer, run, 4)
-    # Twice at a step that evaluates: before the turn, and before the evaluation, which is then reserved, too.
+    # Twice at a step that evaluates: before the turn, and before the evaluation, which is then reserved, too. The
+    # same for the check of the speed, at step 3.
     others_sec = EVALUATION_SEC + CHECK_SEC
     expected = [
         (0, guessed_sec),
         (1, guessed_sec + 5 * STEP_SEC),
         (2, guessed_sec + 5 * STEP_SEC),
         (2, SAVE_SEC + 5 * (2 * STEP_SEC + SAVE_SEC) / 2),
+        (3, SAVE_SEC + 5 * (3 * STEP_SEC + SAVE_SEC + EVALUATION_SEC) / 3 + EVALUATION_SEC),
         (3, SAVE_SEC + 5 * (3 * STEP_SEC + SAVE_SEC + others_sec) / 3),
         (4, SAVE_SEC + 5 * (4 * STEP_SEC + SAVE_SEC + others_sec) / 4),
         (4, SAVE_SEC + 5 * (4 * STEP_SEC + 2 * SAVE_SEC + others_sec) / 4 + EVALUATION_SEC),

@@ -231,7 +231,7 @@ def test_a_resume_refuses_what_changes_the_weights(short_run):
     free = {key for key in free if not key.startswith(("sampler", "guidance", "evaluation", "tracker"))}
     allowed = {"keep_last", "keep_freed_memory", "max_skipped_steps", "max_time_sec", "num_workers"}
     allowed |= {"total_steps", "log_every", "save_every", "eval_every", "sample_every", "milestone_every"}
-    allowed |= {"check_resources", "check_speed", "parallel"}
+    allowed |= {"check_resources", "check_speed", "parallel", "reduce_dtype"}
     allowed = {f"train.{name}" for name in allowed}
     allowed |= {"model.gradient_checkpointing", "decoding", "wait", "output_dir", "run_name", "sweep_metric"}
     assert free == allowed
