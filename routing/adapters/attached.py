@@ -183,10 +183,11 @@ class _Attached:
     def forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the forward of the model's class, routed if a ratio is above 0."""
         routing, generator = kwargs.get("routing"), kwargs.get("generator")
-        for name, value, kind in (("routing", routing, Routing), ("generator", generator, torch.Generator)):
-            if not isinstance(value, kind | None):
-                raise ValueError(f"{name}={value!r} must be a {kind.__module__}.{kind.__name__} or None")
-        routing = routing or Routing()
+        routing = Routing() if routing is None else routing
+        if not isinstance(routing, Routing):
+            raise ValueError(f"routing={routing!r} must be a routing.Routing or None")
+        if generator is not None and not hasattr(generator, "initial_seed"):
+            raise ValueError(f"generator={generator!r} must be a torch.Generator or None")
         kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
         if generator is not None and "generator" in self.adapter.accepts:
             kwargs["generator"] = generator

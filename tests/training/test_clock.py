@@ -106,8 +106,8 @@ def test_the_reserve_covers_steps_saves_and_evaluations(tmp_path, clock):
     guessed_sec = trainer.clock.longest_sec["save"]
     assert guessed_sec == 16 * sum(parameter.numel() for parameter in trainer.net.parameters()) / 100e6
     interrupted(trainer, run, 4)
-    # Twice at a step that evaluates: before the turn, and before the evaluation, which is then reserved, too. The
-    # same for the check of the speed, at step 3.
+    # Twice at a step that evaluates: before the turn, and before the evaluation, which is then reserved, too.
+    # The same for the check of the speed, at step 3.
     others_sec = EVALUATION_SEC + CHECK_SEC
     expected = [
         (0, guessed_sec),
