@@ -68,10 +68,12 @@ class Routing:
         Raises:
             ValueError: a tensor of `noise` is missing or is not (N, T).
         """
-        noise = None if self.noise is None else self.noise[idx] if idx < len(self.noise) else ()
-        if noise is not None and getattr(noise, "shape", None) != x.shape[:2]:
-            given = [tuple(tensor.shape) for tensor in self.noise]
-            raise ValueError(f"noise={given} must have one tensor {tuple(x.shape[:2])} for each route")
+        noise = None
+        if self.noise is not None:
+            shapes = [tuple(tensor.shape) for tensor in self.noise]
+            if idx >= len(shapes) or shapes[idx] != tuple(x.shape[:2]):
+                raise ValueError(f"noise={shapes} must have one tensor {tuple(x.shape[:2])} for each route")
+            noise = self.noise[idx]
         num_kept = num_tokens_kept(x.shape[1], ratio)
         return router(x, num_kept, force_keep=self.force_keep, noise=noise, generator=generator)
 

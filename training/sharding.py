@@ -56,8 +56,10 @@ def _copy(net: nn.Module, inputs: Any, output: Any) -> Any:
 
 @contextmanager
 def gathered(*nets: nn.Module) -> Iterator[None]:
-    """Keep whole weights on every process inside this context, if networks are sharded: a forward pass does not
-    communicate, and processes may run different numbers of them. `state_dict()` would scatter the weights again.
+    """Keep whole weights on every process inside this context, if networks are sharded.
+
+    A forward pass does not communicate, and processes may run different numbers of them. `state_dict()` would
+    scatter the weights again.
     """
     groups: list[Any] = [module for net in nets for module in net.modules() if shares_weights(module)]
     for group in groups:

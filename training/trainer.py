@@ -189,8 +189,9 @@ class Trainer:
         self.recorder.log(self.step, self.step * self.batches.batch_size, values)
 
     def _check_speed(self) -> None:
-        due = self.speed_check and self.saved_step and any(self.ratios)
-        if due and not self._stop_reason(evaluation=True):
+        if not (self.speed_check and self.saved_step and any(self.ratios)):
+            return
+        if not self._stop_reason(evaluation=True):
             with self.recorder.doing("time the routes"):
                 self.speed_check(self.ratios)
             self.speed_check = None
