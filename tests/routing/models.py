@@ -472,8 +472,9 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     "Flux2Transformer2DModel": lambda s: plus(flux_2(s), {}, {"guidance": torch.full((s.batch,), 4.0)}),
     "Flux3Transformer2DModel": lambda s: plus(  # a reference image of three tokens
         flux_2(s),
-        {},
+        {"flow_map": True},
         {
+            "target_timestep": s.time,
             "image_cond_hidden_states": torch.randn(s.batch, 3, 128),
             "image_cond_ids": pad(s.positions[:3], (0, 1)) + torch.tensor([10.0, 0, 0, 0]),
         },
@@ -552,9 +553,11 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     # Video: the latent, the latent of the condition, and a mask; and 3 audio tokens, which are never routed.
     "Kandinsky6Transformer3DModel": lambda s: plus(
         kandinsky(s, channels=33),
-        dict.fromkeys(("text_token_padding", "ca_rope", "cross_gates", "fix_modulation"), True),
+        dict.fromkeys(("text_token_padding", "ca_rope", "cross_gates", "fix_modulation"), True)
+        | {"visual_token_type_num_embeddings": 2},
         {
             "encoder_attention_mask": s.text_mask,
+            "visual_token_type_ids": torch.randint(2, (s.batch, FRAMES)),
             "audio_hidden_states": torch.randn(s.batch, 3, 20),
         },
     ),
@@ -580,7 +583,8 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         },
     ),
     "LongCatImageTransformer2DModel": lambda s: like_flux(s, plane=1.0),
-    "LTXVideoTransformer3DModel": lambda s: plus(
+    "LTXVideoTransformer3DModel": lambda s: plus(ltx(s), {}, {"rope_interpolation_scale": (0.5, 32, 32)}),
+    "LTXVideoTransformer3DModel, coordinates": lambda s: plus(
         ltx(s), {}, {"video_coords": torch.rand(s.batch, 3, s.side**2)}
     ),
     # Video with one timestep per token and a mask, and 3 audio tokens, which are never routed.
@@ -590,7 +594,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         {
             **{"audio_hidden_states": torch.randn(s.batch, 3, 128), "audio_timestep": s.steps},
             **{"audio_encoder_hidden_states": s.text, "audio_encoder_attention_mask": s.text_mask},
-            **{"audio_num_frames": 3, "fps": 12.0},
+            **{"audio_num_frames": 3, "fps": 12.0, "isolate_modalities": False},
             "video_self_attention_mask": (torch.rand(s.batch, s.side**2, s.side**2) > 0.3).float(),
         },
     ),
@@ -658,7 +662,9 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         {"axes_dim": [s.head_dim // 2, s.head_dim // 2]},
         {"hidden_states": s.image(16), **s.condition, "attention_mask": s.text_mask},
     ),
-    "QwenImageTransformer2DModel": qwen,
+    "QwenImageTransformer2DModel": lambda s: plus(
+        qwen(s), {"use_additional_t_cond": True}, {"additional_t_cond": torch.arange(s.batch) % 2}
+    ),
     "QwenImage21Transformer2DModel": qwen_21,
     "SanaWMLTX2RefinerTransformer3DModel": lambda s: (  # without earlier frames and audio
         ltx(s)[0] | sound(s),

@@ -6,6 +6,7 @@ import inspect
 import io
 import pickle
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -28,10 +29,11 @@ from routing import (
     detach,
     norm_router,
     prove,
+    random_router,
 )
 from routing.adapters.families import adapter_of
 from tests.routing.families import FAMILIES, NUM_SAMPLES, NUM_TOKENS, randn, seeded
-from tests.routing.models import TEXT_DIM, in_double
+from tests.routing.models import TEXT_DIM, built, in_double
 
 WINDOW = Route(0.5, 1, -2)
 REFERENCE_FIRST = (torch.arange(NUM_TOKENS) < 4).float()[:, None] * torch.tensor([1.0, 0, 0])
@@ -441,6 +443,68 @@ def test_another_thread_may_run_a_dense_pass(name):
     hook = family.layers(model)[2].register_forward_pre_hook(interrupt)
     assert torch.equal(run(model, arguments, generator=seeded()), routed)
     assert torch.equal(outputs[0], dense)
+
+
+class MutableList(nn.ModuleList):
+    """A list of blocks with further methods, as trainers have."""
+
+    def swap(self, i, block):
+        self[i] = block
+
+
+class Backwards(nn.ModuleList):
+    def __getitem__(self, i):
+        return super().__getitem__(len(self) - 1 - i)
+
+
+def test_lists_that_derive_from_modulelist_are_routed_if_they_are_indexed_as_they_iterate():
+    model, arguments = made("sd3")
+    attach(model, [WINDOW])
+    expected = run(model, arguments, generator=seeded())
+    detach(model)
+    model.transformer_blocks = MutableList(model.transformer_blocks)
+    attach(model, [WINDOW])
+    model.transformer_blocks.swap(0, model.transformer_blocks[0])
+    assert torch.equal(run(model, arguments, generator=seeded()), expected)
+    detach(model)
+    assert type(model.transformer_blocks) is MutableList
+    model.transformer_blocks = Backwards(model.transformer_blocks)
+    with pytest.raises(ValueError, match="must be a ModuleList or Sequential, not a Backwards"):
+        attach(model, [WINDOW])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"generator": 3}, r"^generator=3 must be a torch.Generator or None"),
+        ({"routing": 0.5}, r"^routing=0.5 must be a routing.Routing or None"),
+        ({"noise": []}, r"^noise=\[\] must have one tensor \(3, 16\) for each route"),
+        ({"noise": [torch.rand(3, 20)]}, r"^noise=\[\(3, 20\)\] must have one tensor \(3, 16\)"),
+        ({"noise": [torch.rand(3, 8)]}, r"^noise=\[\(3, 8\)\] must have one tensor"),
+    ],
+)
+def test_wrong_options_of_a_pass_are_one_line(options, message):
+    model, arguments = attached("sd3")
+    if "noise" in options:
+        options = {"routing": Routing(noise=options["noise"])}
+    with pytest.raises(ValueError, match=message):
+        run(model, arguments, **options)
+
+
+@pytest.mark.parametrize("routes", [0.5, [0.5], None])
+def test_routes_must_be_routes(routes):
+    with pytest.raises(ValueError, match=r"^routes=\(.*\) must be a routing.Route, or several"):
+        attach(made("sd3")[0], routes)
+
+
+def test_samples_that_share_positions_need_a_router_that_shares_tokens():
+    model, arguments = built("MiniMaxH3Transformer3DModel")
+    with pytest.raises(ValueError, match=r"share_over_batch=True\)$"):
+        attach(model, [WINDOW])
+    attach(model, [WINDOW], router=partial(random_router, share_over_batch=True))
+    arguments["token_tags"][-1] = 2
+    with pytest.raises(ValueError, match="the video to generate must come last"):
+        model(**arguments)
 
 
 @two_families

@@ -1,4 +1,4 @@
-"""All adapters of diffusers against models that hide bypassing tokens; wrong adapters must fail."""
+"""All adapters of diffusers against models that hide bypassing tokens, for several windows."""
 
 import inspect
 from dataclasses import replace
@@ -14,20 +14,14 @@ from routing.adapters.proof import Proof, prove
 from tests.programs import ROOT
 from tests.routing.models import MODELS, Sizes, built
 
-FAST = ("FluxTransformer2DModel", "SD3Transformer2DModel", "AuraFlowTransformer2DModel")
-FAST += ("WanTransformer3DModel", "HunyuanVideoTransformer3DModel", "QwenImageTransformer2DModel")
 ROUTER = partial(random_router, share_over_batch=True)  # some classes need one subset for all samples
 MAX_ERROR = 1e-6  # in double precision, of what routes change
 NUM_TOKENS = {"HunyuanVideoTransformer3DModel, token replacement": 12}  # the first frame is given
 WINDOWS = [Route(0.5, 1, -2), Route(0.75, 0, -1), Route(0.25, 2, 2)]
 
 
-def by_speed(names):
-    """Return parameters; all but a few are marked slow."""
-    return [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", by_speed(MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
 def test_routes_equal_a_model_that_hides_bypassing_tokens(name):
     model, arguments = built(name)
     before = [*model.parameters()]
@@ -36,9 +30,9 @@ def test_routes_equal_a_model_that_hides_bypassing_tokens(name):
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
-def check(model, adapter, arguments, num_tokens):
+def check(model, adapter, arguments, num_tokens, windows=WINDOWS):
     """Prove windows, and check T: a proof takes it from the adapter."""
-    for window in WINDOWS:
+    for window in windows:
         proof = prove(model, adapter, arguments, window)
         assert proof.dense == 0 and proof.routed < MAX_ERROR
     lengths = []
@@ -78,7 +72,8 @@ def text_of_first_sample(model, arguments):
 
 
 def a_timestep_for_each_token(model, arguments):
-    return {**arguments, "timestep": torch.rand(arguments["indicator"].shape, dtype=torch.float64)}
+    shape = arguments["indicator"].shape if "indicator" in arguments else (2, 16)
+    return {**arguments, "timestep": torch.rand(shape, dtype=torch.float64)}
 
 
 def with_references(model, arguments):
@@ -102,12 +97,35 @@ def with_images(model, arguments):
 def with_images_that_have_no_noise(model, arguments):
     for module in (model, *model.transformer_blocks):
         module.zero_cond_t = True
-    return with_images(model, arguments)
+    return with_images(model, arguments) | {"additional_t_cond": torch.tensor([0, 1, 0, 1])}
 
 
 def residuals(num_tokens):
     """Residuals by layer, but not after the last layers of windows: bypassing tokens would get them."""
     return {i: torch.randn(2, num_tokens, 32, dtype=torch.float64) for i in (0, 1, 3)}
+
+
+def masked_with_residuals(model, arguments):
+    """FLUX: two double blocks, then four single ones."""
+    by_layer, sees = residuals(16), torch.rand(2, 1, 21, 21) > 0.3
+    none = torch.zeros_like(by_layer[0])
+    return {
+        **arguments,
+        "joint_attention_kwargs": {"attention_mask": sees | torch.eye(21, dtype=torch.bool)},
+        "controlnet_block_samples": [by_layer[0], by_layer[1]],
+        "controlnet_single_block_samples": [none, by_layer[3], none, none],
+        "controlnet_blocks_repeat": True,
+    }
+
+
+def with_residuals_of_sd3(model, arguments):
+    given = with_residuals(model, arguments)
+    given["block_controlnet_hidden_states"] = given.pop("controlnet_block_samples")
+    return given
+
+
+def masked(model, arguments):
+    return {**arguments, "attention_mask": (torch.rand(2, 16) > 0.3).double()}
 
 
 def with_residuals(model, arguments):
@@ -137,27 +155,32 @@ def with_layers(model, arguments):
     return with_images(model, arguments)
 
 
+OTHERS = [
+    ("BriaFiboTransformer2DModel", with_references, 16),
+    ("Flux2Transformer2DModel", with_references, 16),
+    ("LongCatImageTransformer2DModel", with_references, 16),
+    ("FluxTransformer2DModel", masked_with_residuals, 16),
+    ("PixArtTransformer2DModel", masked, 16),
+    ("WanTransformer3DModel", a_timestep_for_each_token, 16),
+    ("ChronoEditTransformer3DModel", a_timestep_for_each_token, 16),
+    ("SD3Transformer2DModel", with_residuals_of_sd3, 16),
+    ("QwenImageTransformer2DModel", with_images, 16),
+    ("QwenImageTransformer2DModel", with_images_that_have_no_noise, 16),
+    ("QwenImageTransformer2DModel", with_layers, 16 + 6),
+    ("BriaFibo2Transformer2DModel", texts_of_other_lengths, 16),
+    ("Flux3Transformer2DModel", without_reference, 16),
+    ("Flux3Transformer2DModel", with_a_reference_as_large, 16),
+    ("HiDreamImageTransformer2DModel", not_square, 8),
+    ("HiDreamImageTransformer2DModel", in_a_padded_sequence, 16),
+    ("QwenImageTransformer2DModel", with_residuals, 16),
+    ("ZImageTransformer2DModel", with_residuals_by_layer, 16),
+    ("HunyuanVideoFramepackTransformer3DModel", text_of_first_sample, 16),
+    ("Ideogram4Transformer2DModel", a_timestep_for_each_token, 16),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "changed", "num_tokens"),
-    [
-        ("BriaFiboTransformer2DModel", with_references, 16),
-        ("Flux2Transformer2DModel", with_references, 16),
-        ("LongCatImageTransformer2DModel", with_references, 16),
-        ("QwenImageTransformer2DModel", with_images, 16),
-        ("QwenImageTransformer2DModel", with_images_that_have_no_noise, 16),
-        ("QwenImageTransformer2DModel", with_layers, 16 + 6),
-        ("BriaFibo2Transformer2DModel", texts_of_other_lengths, 16),
-        ("Flux3Transformer2DModel", without_reference, 16),
-        ("Flux3Transformer2DModel", with_a_reference_as_large, 16),
-        ("HiDreamImageTransformer2DModel", not_square, 8),
-        ("HiDreamImageTransformer2DModel", in_a_padded_sequence, 16),
-        ("QwenImageTransformer2DModel", with_residuals, 16),
-        ("ZImageTransformer2DModel", with_residuals_by_layer, 16),
-        ("HunyuanVideoFramepackTransformer3DModel", text_of_first_sample, 16),
-        ("Ideogram4Transformer2DModel", a_timestep_for_each_token, 16),
-    ],
-)
+@pytest.mark.parametrize(("name", "changed", "num_tokens"), OTHERS)
 def test_other_inputs_of_a_class_are_routed_correctly(name, changed, num_tokens):
     model, arguments = built(name)
     check(model, FAMILIES[name], changed(model, arguments), num_tokens)
@@ -167,7 +190,7 @@ class OtherProcessor:
     """An attention processor that no adapter knows."""
 
 
-@pytest.mark.parametrize("name", by_speed(FAMILIES))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_class_refuses_what_its_adapter_does_not_know(name):
     model, arguments = built(name)
     accepts, names = FAMILIES[name].accepts, [*inspect.signature(type(model).forward).parameters][1:]

@@ -16,7 +16,7 @@ Count = Callable[[nn.Module, Arguments], int]
 
 # Known attention processors: they treat all tokens alike, whatever their positions in the sequence.
 PROCESSORS = """
-AceStepAttnProcessor2_0 AllegroAttnProcessor2_0 AnyFlowAttnProcessor AnyFlowCrossAttnProcessor AttnProcessor
+AceStepAttnProcessor2_0 AllegroAttnProcessor2_0 AnyFlowAttnProcessor AnyFlowCrossAttnProcessor
 AttnProcessor2_0 AudioDiTCrossAttnProcessor AudioDiTSelfAttnProcessor AuraFlowAttnProcessor2_0
 BriaAttnProcessor BriaFibo2AttnProcessor BriaFiboAttnProcessor CogVideoXAttnProcessor2_0 CogView4AttnProcessor
 CosmosAttnProcessor2_0 DreamLiteAttnProcessor2_0 EasyAnimateAttnProcessor2_0

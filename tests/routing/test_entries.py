@@ -1,0 +1,112 @@
+"""Small models of every class prove its row, and fail if any entry of the row is wrong."""
+
+import inspect
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from routing import detach
+from routing.adapters.adapter import TokenSelection
+from routing.adapters.families import ACCEPTED, FAMILIES, SHARED, table
+from routing.adapters.families.parts import PROCESSORS
+from tests.routing.models import MODELS, built
+from tests.routing.test_proof import NUM_TOKENS, OTHERS, WINDOWS, check
+
+
+def inputs_of(name):
+    """Yield every small model of a class, with its arguments and T."""
+    for variant in MODELS:
+        if variant.partition(",")[0] == name:
+            yield *built(variant), NUM_TOKENS.get(variant, 16)
+    for variant, changed, num_tokens in OTHERS:
+        if variant == name:
+            model, arguments = built(variant)
+            yield model, changed(model, arguments), num_tokens
+
+
+def is_right(adapter, model, arguments, num_tokens):
+    try:
+        check(model, adapter, arguments, num_tokens, WINDOWS[:1])
+    except Exception:  # whatever a wrong shape leads to
+        if hasattr(model, "_attached"):
+            detach(model)
+        return False
+    return True
+
+
+def others(kept):
+    """Select other tokens."""
+    ids = ((kept.ids + 1) % kept.num_tokens).sort(dim=1).values
+    return TokenSelection(ids, kept.num_tokens, kept.num_prefix_tokens)
+
+
+def wrong_rows(row):
+    """Yield the name of an entry and rows in which it is wrong."""
+    for i, spec in enumerate(row.block_lists):
+
+        def with_list(i=i, spec=spec, **changed):
+            lists = [*row.block_lists[:i], replace(spec, **changed), *row.block_lists[i + 1 :]]
+            return replace(row, block_lists=lists)
+
+        for key, gather in spec.by_token.items():
+            ways = (lambda x, kept: x, lambda x, kept, gather=gather: gather(x, others(kept)))
+            yield f"{spec.name}.{key}", [with_list(by_token={**spec.by_token, key: way}) for way in ways]
+        if spec.num_suffix_tokens:
+            yield f"{spec.name}.num_suffix_tokens", [with_list(num_suffix_tokens=None)]
+        if spec.sequence_first:
+            yield f"{spec.name}.sequence_first", [with_list(sequence_first=False)]
+    for name in ("num_prefix_tokens", "num_suffix_tokens"):
+        count = getattr(row, name)
+        if count.__name__ != "_zero":
+            yield (
+                name,
+                [replace(row, **{name: lambda model, arguments, count=count: count(model, arguments) + 1})],
+            )
+    if row.whole_between_blocks:
+        yield "whole_between_blocks", [replace(row, whole_between_blocks=False)]
+    if row.residuals:
+        yield "residuals", [replace(row, residuals=())]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_row_passes_the_proof_and_fails_it_if_an_entry_is_wrong(name):
+    variants = [*inputs_of(name)]
+    for variant in variants:
+        assert is_right(FAMILIES[name], *variant)
+    for entry, rows in wrong_rows(FAMILIES[name]):
+        assert not all(is_right(row, *variant) for variant in variants for row in rows), entry
+
+
+@cache
+def used():
+    """Return the arguments of models, the arguments of blocks, and the attention processors of all models."""
+    given, of_blocks, processors = {}, set(), set()
+
+    def note(block, args, kwargs):
+        arguments = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
+        of_blocks.update(key for key, value in arguments.items() if value is not None)
+
+    for name, adapter in FAMILIES.items():
+        for model, arguments, _ in inputs_of(name):
+            given.setdefault(name, set()).update(arguments)
+            processors |= {type(m.processor).__name__ for m in model.modules() if hasattr(m, "processor")}
+            for spec in adapter.block_lists:
+                for block in spec.of(model):
+                    block.register_forward_pre_hook(note, with_kwargs=True)
+            model(**arguments)
+    return given, of_blocks, processors
+
+
+def test_every_name_is_used_by_a_small_model():
+    given, of_blocks, processors = used()
+    own = {
+        (name, key)
+        for name, row in table.ROWS.items()
+        for key in {*row.accepts, *row.residuals} - given[name]
+    }
+    assert own == set()
+    assert set(ACCEPTED.split()) - set().union(*given.values()) == {"return_dict"}  # it changes no number
+    assert set(SHARED.split()) - of_blocks == set()
+    fused = {name for name in PROCESSORS.split() if name.startswith("Fused")}  # fuse_qkv_projections sets them
+    assert set(PROCESSORS.split()) - processors == fused
