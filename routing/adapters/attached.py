@@ -429,10 +429,7 @@ class _RoutedBlocks(nn.ModuleList if TYPE_CHECKING else object):
     routed_passes: dict[int, _RoutedPass] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        blocks = super().__iter__()
-        if (routed_pass := self._active_pass()) is None:
-            return blocks
-        return (routed_pass.wrap(self.first_idx + i, block) for i, block in enumerate(blocks))
+        return super().__iter__() if self._active_pass() is None else (self[i] for i in range(len(self)))
 
     def __getitem__(self, i: int | slice) -> Any:
         if (routed_pass := self._active_pass()) is None:

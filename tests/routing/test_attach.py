@@ -6,6 +6,7 @@ import inspect
 import io
 import pickle
 import threading
+from collections.abc import MutableSequence
 from functools import partial
 
 import pytest
@@ -445,11 +446,14 @@ def test_another_thread_may_run_a_dense_pass(name):
     assert torch.equal(outputs[0], dense)
 
 
-class MutableList(nn.ModuleList):
-    """A list of blocks with further methods, as trainers have."""
+class MutableList(nn.ModuleList, MutableSequence):
+    """A list of blocks with its own ways to read them, as in SimpleTuner."""
 
-    def swap(self, i, block):
-        self[i] = block
+    def __getitem__(self, i):
+        return super().__getitem__(i)
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
 
 
 class Backwards(nn.ModuleList):
@@ -464,7 +468,6 @@ def test_lists_that_derive_from_modulelist_are_routed_if_they_are_indexed_as_the
     detach(model)
     model.transformer_blocks = MutableList(model.transformer_blocks)
     attach(model, [WINDOW])
-    model.transformer_blocks.swap(0, model.transformer_blocks[0])
     assert torch.equal(run(model, arguments, generator=seeded()), expected)
     detach(model)
     assert type(model.transformer_blocks) is MutableList

@@ -108,5 +108,7 @@ def test_every_name_is_used_by_a_small_model():
     assert own == set()
     assert set(ACCEPTED.split()) - set().union(*given.values()) == {"return_dict"}  # it changes no number
     assert set(SHARED.split()) - of_blocks == set()
-    fused = {name for name in PROCESSORS.split() if name.startswith("Fused")}  # fuse_qkv_projections sets them
+    fused = {
+        name for name in PROCESSORS.split() if name.startswith("Fused")
+    }  # fuse_qkv_projections sets them
     assert set(PROCESSORS.split()) - processors == fused
