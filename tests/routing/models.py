@@ -287,11 +287,11 @@ def anyflow(s):
 
 
 def helios(s):
-    """The video follows 1 + 2 + 4 frames at three resolutions."""
+    """The video follows 1 + 3 + 9 frames at three resolutions."""
     options, inputs = wan(s)
     rows = s.head_dim // 3 // 2 * 2
-    inputs["indices_hidden_states"] = torch.arange(7, 11).expand(s.batch, -1)
-    for name, first, frames in (("long", 0, 4), ("mid", 4, 2), ("short", 6, 1)):
+    inputs["indices_hidden_states"] = torch.arange(13, 17).expand(s.batch, -1)
+    for name, first, frames in (("long", 0, 9), ("mid", 9, 3), ("short", 12, 1)):
         inputs[f"latents_history_{name}"] = s.video(16, frames)
         indices = torch.arange(first, first + frames).expand(s.batch, -1)
         inputs[f"indices_latents_history_{name}"] = indices
@@ -315,11 +315,11 @@ def hunyuan_video(s):
 
 
 def framepack(s):
-    """The video follows 1, 2 and 4 frames at three resolutions."""
+    """The video follows 1, 3 and 9 frames at three resolutions."""
     options, inputs = hunyuan_video(s)
     options |= {"has_image_proj": True, "has_clean_x_embedder": True}
-    inputs |= {"image_embeds": torch.randn(s.batch, 3, POOLED_DIM), "indices_latents": torch.arange(7, 11)}
-    for name, first, frames in (("history_4x", 0, 4), ("history_2x", 4, 2), ("clean", 6, 1)):
+    inputs |= {"image_embeds": torch.randn(s.batch, 3, POOLED_DIM), "indices_latents": torch.arange(13, 17)}
+    for name, first, frames in (("history_4x", 0, 9), ("history_2x", 9, 3), ("clean", 12, 1)):
         inputs[f"latents_{name}"] = s.video(16, frames)
         inputs[f"indices_latents_{name}"] = torch.arange(first, first + frames)
     return options, inputs
