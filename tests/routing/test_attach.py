@@ -570,3 +570,23 @@ def test_a_window_returns_the_dtype_of_its_blocks():
         for ratio in (0, 0.5):
             run(model, FAMILIES["pixart"].arguments(), routing=Routing(ratio))
     assert seen[0] == seen[1]
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4))
+
+    def forward(self, x, scale=1.5):
+        for block in self.blocks:
+            x = block(x)
+        return scale * x
+
+
+def test_an_argument_that_equals_its_default_is_not_refused():
+    model = Scaled()
+    attach(model, [WINDOW], adapter=Adapter(BlockList("blocks", tokens="src"), accepts=["x"]))
+    model(torch.randn(2, 6, 8), scale=float("1.5"))
+    for scale in (2.0, torch.tensor(1.5)):
+        with pytest.raises(ValueError, match=r"^scale of Scaled is not supported with routing"):
+            model(torch.randn(2, 6, 8), scale=scale)
