@@ -46,7 +46,7 @@ PLAIN_SUPPORTS = {
     "mlp_ratio": 4.0,
     "class_dropout_prob": 0.1,
     "num_prefix_tokens": 0,
-    "router": {"_target_": "routing.random_router", "share_over_batch": False},
+    "router": {"_target_": "routing.random_router"},
     "window": "bypass",
     "fp32_after_route": False,
     "learn_sigma": False,

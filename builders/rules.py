@@ -65,8 +65,7 @@ def _check_routes(experiment: "Experiment") -> None:
 
 def _check_kept_tokens(experiment: "Experiment") -> None:
     train, router = experiment.train, experiment.model_node.arguments.get("router")
-    is_random = router is not None and router.target == "routing.random_router"
-    if train.kept_tokens_only and (router is None or not is_random or router.arguments["share_over_batch"]):
+    if train.kept_tokens_only and (router is None or router.target != "routing.random_router"):
         raise ValueError(
             "train.kept_tokens_only=true needs model/router=random: the loss must know the kept tokens"
         )

@@ -51,7 +51,7 @@ RECIPE = {
         "block": {"_target_": "models.blocks.DiTBlock"},
         "attention": "auto",
         "num_prefix_tokens": 0,
-        "router": {"_target_": "routing.random_router", "share_over_batch": False},
+        "router": {"_target_": "routing.random_router"},
         "rejoin": {"_target_": "models.rejoin.Bypass"},
         "window": "bypass",
         "fp32_after_route": False,
@@ -258,11 +258,7 @@ def test_the_stages_of_sprint_are_one_network():
     for config, ratio in ((first, 0.75), (second, 0)):
         assert config["model"]["routes"][0].pop("selection_ratio") == ratio
     assert first["model"] == second["model"]
-    assert first["model"]["router"] == {
-        "_target_": "routing.grid_router",
-        "side": 2,
-        "share_over_batch": False,
-    }
+    assert first["model"]["router"] == {"_target_": "routing.grid_router", "side": 2}
     assert first["model"]["rejoin"] == {"_target_": "models.rejoin.Fuse", "path_drop_prob": 0.1}
     assert first["model"]["block"]["_target_"] == "models.blocks.SprintBlock"
     assert first["diffusion"] == second["diffusion"]
@@ -317,9 +313,7 @@ def test_whoever_calls_the_code_gets_the_recipe_by_default(node, target):
     defaults = {name: p.default for name, p in parameters if name in node and p.default is not p.empty}
     for part, module in (("block", "models.blocks"), ("router", "routing"), ("rejoin", "models.rejoin")):
         if part in defaults:
-            options = inspect.signature(defaults[part]).parameters.items() if part == "router" else ()
-            options = {name: p.default for name, p in options if name in node[part]}
-            defaults[part] = {"_target_": f"{module}.{defaults[part].__name__}", **options}
+            defaults[part] = {"_target_": f"{module}.{defaults[part].__name__}"}
     assert len(defaults) >= len(node) - 4  # all but _target_ and the sizes
     assert node.items() >= defaults.items()
 

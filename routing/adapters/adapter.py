@@ -149,8 +149,8 @@ class Adapter:
         check: function that raises ValueError for a model or arguments that cannot be routed.
         whole_between_blocks: True if the model cuts the sequence between blocks at positions that it computed
             for all tokens. Bypassing tokens are then put back after every block of a window.
-        one_subset: True if samples share positions or modulation, so that all must keep the same tokens. It
-            needs a router with `share_over_batch=True`.
+        one_subset: True if samples share positions or modulation. All keep the tokens that the router chooses
+            for the first one, and masks and noise are (1, T).
     """
 
     block_lists: Sequence[BlockList] | Any  # a single BlockList is not a sequence until __post_init__

@@ -69,11 +69,6 @@ def attach(
         raise ValueError(
             f"forward of {name} was replaced (hooks, mixed precision): attach before anything replaces it"
         )
-    if adapter.one_subset and not getattr(router, "keywords", {}).get("share_over_batch"):
-        raise ValueError(
-            f"samples of {name} share their positions: pass "
-            "router=functools.partial(routing.random_router, share_over_batch=True)"
-        )
     if getattr(model, "routes", ()):
         raise ValueError(f"{name} was built with routes: build it without them")
     signature = inspect.signature(plain_forward(type(model)))
@@ -114,7 +109,7 @@ def detach(model: nn.Module) -> None:
         model.__class__ = type(model).__base__  # pyright: ignore (a Module, as above)
     for spec in adapter.block_lists:
         blocks = spec.of(model)
-        if isinstance(blocks, _RoutedBlocks):  # not if it was replaced
+        if _RoutedBlocks in type(blocks).__bases__:  # not if it was replaced
             blocks.__class__ = type(blocks).__bases__[1]
             del blocks.first_idx, blocks.routed_passes
 
@@ -204,11 +199,11 @@ class _Attached:
         self._check(model, arguments)
         P = self.adapter.num_prefix_tokens(model, arguments)
         S = self.adapter.num_suffix_tokens_of(model, arguments)
-        whole, windows = self.adapter.whole_between_blocks, []
+        whole, one, windows = self.adapter.whole_between_blocks, self.adapter.one_subset, []
         for idx, (route, ratio) in enumerate(zip(self.routes, ratios, strict=True)):
             if ratio > 0:
                 draw = partial(routing.ids_keep, idx, ratio, router=self.router)
-                windows.append(_Window(route, draw, _draw_seed(generator), P, S, whole))
+                windows.append(_Window(route, draw, _draw_seed(generator), P, S, whole, one))
         routed_pass = _RoutedPass(self.layers, windows)
 
         def routed(name: str, value: Any) -> Any:
@@ -271,6 +266,7 @@ class _Window:
     num_prefix_tokens: int
     num_suffix_tokens: Mapping[str, int]  # by name of the list of blocks
     whole: bool  # bypassing tokens are put back after every block
+    one_subset: bool  # all samples keep the tokens of the first
     ids_keep: torch.Tensor | None = None  # (N, K)
     num_tokens: int = 0
     original: torch.Tensor | None = None  # (N, T + S, D)
@@ -284,7 +280,8 @@ class _Window:
         original = x[:, self.num_prefix_tokens :] if spec.joint else x  # (N, T + S, D)
         self.num_tokens = original.shape[1] - self.num_suffix_tokens[spec.name]
         generator = torch.Generator(x.device).manual_seed(self.seed)
-        self.ids_keep = self.draw(original[:, : self.num_tokens], generator=generator)
+        chosen_for = original[: 1 if self.one_subset else None, : self.num_tokens]
+        self.ids_keep = self.draw(chosen_for, generator=generator).expand(len(original), -1)
         self.original = None if self.whole else original
 
     def kept(self, spec: BlockList) -> TokenSelection:

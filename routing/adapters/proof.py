@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 
 from routing.adapters.adapter import Adapter, BlockList
 from routing.adapters.attached import attach, detach
-from routing.routers import random_router
 from routing.routes import Route, Routing
 from routing.tokens import num_tokens_kept
 
@@ -47,8 +46,7 @@ class _HiddenKeys(TorchFunctionMode):
 
     Args:
         num_first: number of other tokens that attention puts before these. None: all others.
-        alone: True to mask also calls whose queries are these tokens alone, with others in the keys, or whose
-            keys are these tokens alone, with other queries.
+        alone: True to mask also calls whose queries are these tokens alone, with others in the keys.
         between: True to mask also attention between the blocks of a window.
     """
 
@@ -81,7 +79,7 @@ class _HiddenKeys(TorchFunctionMode):
         if self.hidden is None:
             return None
         hidden, num_others = self.hidden, num_keys - self.hidden.shape[1]
-        alone = self.alone and hidden.shape[1] in (num_queries, num_keys)
+        alone = (self.alone and num_queries == hidden.shape[1]) or not num_others
         num_first = num_others if self.num_first is None or not num_others else self.num_first
         if not (num_queries == num_keys or alone) or num_others < max(num_first, 0):
             return None
@@ -107,7 +105,8 @@ def prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rout
 
     Args:
         model: a model without routes. It runs in `eval()` mode.
-        arguments: arguments of its forward, by name. The samples must differ.
+        arguments: arguments of its forward, by name. The samples must differ, and no other sequence (text,
+            audio) may be as long as the image.
         route: the window to prove.
 
     Raises:
@@ -124,8 +123,7 @@ def prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rout
 
 
 def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], route: Route) -> Proof:
-    router = partial(random_router, share_over_batch=adapter.one_subset)
-    (route,) = attach(model, [route], adapter=adapter, router=router)  # raises if something does not fit
+    (route,) = attach(model, [route], adapter=adapter)  # raises if something does not fit
     detach(model)
     layers = [(spec, block) for spec in adapter.block_lists for block in spec.of(model)]
     window = layers[route.start_layer_idx : route.end_layer_idx + 1]
@@ -135,12 +133,12 @@ def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rou
         plain = _output(model, arguments)
     N, T = start.value.shape[0], start.value.shape[1] - S[start.spec.name]
     num_draws, generator = 1 if adapter.one_subset else N, torch.Generator().manual_seed(0)
-    noise = torch.rand(num_draws, T, generator=generator).to(start.value.device).expand(N, T)
+    noise = torch.rand(num_draws, T, generator=generator).to(start.value.device)
     num_kept = num_tokens_kept(T, route.selection_ratio)
-    hidden = noise.argsort(dim=1).argsort(dim=1) >= num_kept  # (N, T)
+    hidden = (noise.argsort(dim=1).argsort(dim=1) >= num_kept).expand(N, T)
     hidden_in = {name: F.pad(hidden, (0, num_suffix)) for name, num_suffix in S.items()}  # (N, T + S)
 
-    attach(model, [route], adapter=adapter, router=router)
+    attach(model, [route], adapter=adapter)
     try:
         dense = _output(model, {**arguments, "routing": Routing(0)})
         routed = _output(model, {**arguments, "routing": Routing(route.selection_ratio, noise=[noise])})

@@ -14,7 +14,6 @@ def grid_router(
     /,
     *,
     side: int = 2,
-    share_over_batch: bool = False,
     force_keep: torch.Tensor | None = None,
     noise: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
@@ -28,8 +27,8 @@ def grid_router(
         raise ValueError(f"model/router=grid needs a square number of tokens, not {T}")
     if side < 1 or grid % side:
         raise ValueError(f"model.router.side={side} must divide the side of the token grid, {grid}")
-    noise = token_noise(x, generator, share_over_batch) if noise is None else noise
-    groups = noise.reshape(N, grid // side, side, grid // side, side).transpose(2, 3)
+    noise = token_noise(x, generator) if noise is None else noise
+    groups = noise.view(N, grid // side, side, grid // side, side).transpose(2, 3)
     rank = groups.flatten(3).argsort(dim=-1).argsort(dim=-1).view_as(groups)  # rank in its group, from 0
     rank = rank.transpose(2, 3).reshape(N, T)
     return keep_lowest(rank + noise, num_kept, force_keep)

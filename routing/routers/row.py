@@ -14,20 +14,21 @@ def row_router(
     /,
     *,
     length: int | None = None,
-    share_over_batch: bool = False,
     force_keep: torch.Tensor | None = None,
     noise: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Return ids_keep (N, K): random rows, of which the last is kept in part if they have more than K tokens.
+    """Return ids_keep (N, K): random rows; the last one is cut so that K tokens stay.
 
     Args:
-        length: tokens of a row; None: the side of a square grid. Tokens of a frame: keeps whole frames.
+        length: tokens of a row, or of a frame to keep whole frames; None: the side of a square grid.
     """
     T = x.shape[1]
+    if length is None and isqrt(T) ** 2 != T:
+        raise ValueError(f"the row router needs a length, unless the number of tokens is a square, not {T}")
     length = isqrt(T) if length is None else length
     if length < 1 or T % length:
         raise ValueError(f"model.router.length={length} must divide the number of tokens, {T}")
-    noise = token_noise(x, generator, share_over_batch) if noise is None else noise
+    noise = token_noise(x, generator) if noise is None else noise
     rank = noise[:, ::length].argsort(dim=1).argsort(dim=1).repeat_interleave(length, dim=1)  # (N, T)
     return keep_lowest(rank + torch.arange(T, device=x.device) / T, num_kept, force_keep)

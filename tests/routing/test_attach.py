@@ -7,7 +7,6 @@ import io
 import pickle
 import threading
 from collections.abc import MutableSequence
-from functools import partial
 
 import pytest
 import torch
@@ -30,7 +29,6 @@ from routing import (
     detach,
     norm_router,
     prove,
-    random_router,
 )
 from routing.adapters.families import adapter_of
 from tests.routing.families import FAMILIES, NUM_SAMPLES, NUM_TOKENS, randn, seeded
@@ -500,11 +498,15 @@ def test_routes_must_be_routes(routes):
         attach(made("sd3")[0], routes)
 
 
-def test_samples_that_share_positions_need_a_router_that_shares_tokens():
+def test_samples_that_share_positions_keep_the_same_tokens():
     model, arguments = built("MiniMaxH3Transformer3DModel")
-    with pytest.raises(ValueError, match=r"share_over_batch=True\)$"):
-        attach(model, [WINDOW])
-    attach(model, [WINDOW], router=partial(random_router, share_over_batch=True))
+    attach(model, [WINDOW])
+    seen = []
+    model.transformer_blocks[2].register_forward_pre_hook(lambda block, args: seen.append(args[0].shape))
+    model(**arguments, routing=Routing(0.5, force_keep=torch.ones(1, 16, dtype=torch.bool)))
+    assert seen == [(2, 5 + 3 + 2 + 8, 32)]
+    with pytest.raises(ValueError, match=r"^noise=\[\(2, 16\)\] must have one tensor \(1, 16\)"):
+        model(**arguments, routing=Routing(0.5, noise=[torch.rand(2, 16)]))
     arguments["token_tags"][-1] = 2
     with pytest.raises(ValueError, match="the video to generate must come last"):
         model(**arguments)

@@ -2,7 +2,6 @@
 
 import inspect
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 
 import pytest
@@ -14,10 +13,9 @@ from routing.adapters.proof import Proof, prove
 from tests.programs import ROOT
 from tests.routing.models import MODELS, Sizes, built
 
-ROUTER = partial(random_router, share_over_batch=True)  # some classes need one subset for all samples
 MAX_ERROR = 1e-6  # in double precision, of what routes change
 NUM_TOKENS = {"HunyuanVideoTransformer3DModel, token replacement": 12}  # the first frame is given
-WINDOWS = [Route(0.5, 1, -2), Route(0.75, 0, -1), Route(0.25, 2, 2)]
+WINDOWS = [Route(0.5, 1, -2), Route(0.75, 0, -1), Route(0.25, 0, 0), Route(0.25, 2, 2)]
 
 
 @pytest.mark.slow
@@ -39,9 +37,9 @@ def check(model, adapter, arguments, num_tokens, windows=WINDOWS):
 
     def router(x, num_kept, /, **options):
         lengths.append(x.shape[1])
-        return ROUTER(x, num_kept, **options)
+        return random_router(x, num_kept, **options)
 
-    attach(model, WINDOWS[:1], adapter=adapter, router=partial(router, share_over_batch=True))
+    attach(model, WINDOWS[:1], adapter=adapter, router=router)
     model(**arguments)
     detach(model)
     assert lengths == [num_tokens]
@@ -197,7 +195,7 @@ def test_a_class_refuses_what_its_adapter_does_not_know(name):
     wrong = {key: {key: object()} for key in names if key not in accepts}
     dicts = [key for key in names if key.endswith("attention_kwargs") and key in accepts]
     wrong |= {rf"{key}\.other": {key: {"other": 1}} for key in dicts}
-    attach(model, WINDOWS[:1], router=ROUTER)
+    attach(model, WINDOWS[:1])
     for message, argument in wrong.items():
         with pytest.raises(ValueError, match=f"^{message} of {name} is not supported with routing"):
             model(**{**arguments, **argument})

@@ -242,11 +242,11 @@ def test_a_run_from_before_an_option_resumes_if_the_option_is_off(short_run, tmp
     run = RunFolder(shutil.copytree(short_run.path, tmp_path / "run"))
     config, data = run.config(), run.manifest()["data"]
     older = deepcopy(config)
-    del older["model"]["router"]["share_over_batch"]
+    del older["model"]["fp32_after_route"]
     run.config_file.write_text(yaml.safe_dump(older))
     run.check(config, data)
-    config["model"]["router"]["share_over_batch"] = True
-    with pytest.raises(ValueError, match=r"router\.share_over_batch: None -> True"):
+    config["model"]["fp32_after_route"] = True
+    with pytest.raises(ValueError, match=r"model\.fp32_after_route: None -> True"):
         run.check(config, data)
 
 
