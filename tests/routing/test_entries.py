@@ -13,6 +13,35 @@ from routing.adapters.families.parts import PROCESSORS
 from tests.routing.models import MODELS, built
 from tests.routing.test_proof import NUM_TOKENS, OTHERS, WINDOWS, check
 
+# Entries whose values are equal for all image tokens: the values of other tokens are as good.
+EQUAL = """
+BriaFiboTransformer2DModel transformer_blocks.joint_attention_kwargs
+BriaFiboTransformer2DModel single_transformer_blocks.joint_attention_kwargs
+ChromaTransformer2DModel transformer_blocks.attention_mask
+ChromaTransformer2DModel single_transformer_blocks.attention_mask
+ErnieImageTransformer2DModel layers.temb
+Flux3Transformer2DModel mode_blocks.image.temb_mod
+HunyuanImageTransformer2DModel transformer_blocks.attention_mask
+HunyuanImageTransformer2DModel single_transformer_blocks.attention_mask
+Ideogram4Transformer2DModel layers.attention_mask
+Krea2Transformer2DModel transformer_blocks.attention_mask
+LuminaNextDiT2DModel layers.attention_mask
+NucleusMoEImageTransformer2DModel transformer_blocks.attention_kwargs
+OmniGenTransformer2DModel layers.attention_mask
+QwenImage21Transformer2DModel transformer_blocks.key_valid
+QwenImage21Transformer2DModel transformer_blocks.target_token_mask
+HeliosTransformer3DModel blocks.temb
+HeliosTransformer3DModel blocks.original_context_length
+HunyuanVideoTransformer3DModel transformer_blocks.attention_mask
+HunyuanVideoTransformer3DModel single_transformer_blocks.attention_mask
+HunyuanVideoFramepackTransformer3DModel transformer_blocks.attention_mask
+HunyuanVideoFramepackTransformer3DModel single_transformer_blocks.attention_mask
+MiniMaxH3Transformer3DModel transformer_blocks.adaln_indices
+MotifVideoTransformer3DModel transformer_blocks.attention_mask
+MotifVideoTransformer3DModel single_transformer_blocks.attention_mask
+T5FilmDecoder decoders.encoder_attention_mask
+""".splitlines()
+
 
 def inputs_of(name):
     """Yield every small model of a class, with its arguments and T."""
@@ -20,7 +49,7 @@ def inputs_of(name):
         if variant.partition(",")[0] == name:
             yield *built(variant), NUM_TOKENS.get(variant, 16)
     for variant, changed, num_tokens in OTHERS:
-        if variant == name:
+        if variant.partition(",")[0] == name:
             model, arguments = built(variant)
             yield model, changed(model, arguments), num_tokens
 
@@ -36,8 +65,8 @@ def is_right(adapter, model, arguments, num_tokens):
 
 
 def others(kept):
-    """Select other tokens."""
-    ids = ((kept.ids + 1) % kept.num_tokens).sort(dim=1).values
+    """Select the tokens at the mirrored positions."""
+    ids = (kept.num_tokens - 1 - kept.ids).flip(1)
     return TokenSelection(ids, kept.num_tokens, kept.num_prefix_tokens)
 
 
@@ -75,7 +104,8 @@ def test_a_row_passes_the_proof_and_fails_it_if_an_entry_is_wrong(name):
     for variant in variants:
         assert is_right(FAMILIES[name], *variant)
     for entry, rows in wrong_rows(FAMILIES[name]):
-        assert not all(is_right(row, *variant) for variant in variants for row in rows), entry
+        unseen = [all(is_right(row, *variant) for variant in variants) for row in rows]
+        assert unseen in ([False], [False, f"{name} {entry}" in EQUAL]), entry
 
 
 @cache

@@ -144,6 +144,14 @@ def in_a_padded_sequence(model, arguments):
     return {**arguments, **packed, "hidden_states_masks": (torch.arange(20) < 16).double().expand(2, -1)}
 
 
+def with_keyframes(model, arguments):
+    """Six tokens after the video."""
+    more = {"hidden_states": torch.randn(2, 22, 128), "timestep": torch.randint(1000, (2, 22))}
+    more |= {"video_coords": torch.rand(2, 3, 22, 2), "video_keyframes_mask": torch.ones(2, 22, 1)}
+    more["video_self_attention_mask"] = (torch.rand(2, 22, 22) > 0.3).float()
+    return arguments | {key: value.double() if key != "timestep" else value for key, value in more.items()}
+
+
 def with_layers(model, arguments):
     """Two layers, and the image that they were taken from as the last entry."""
     from diffusers.models.transformers.transformer_qwenimage import QwenEmbedLayer3DRope
@@ -158,6 +166,8 @@ OTHERS = [
     ("Flux2Transformer2DModel", with_references, 16),
     ("LongCatImageTransformer2DModel", with_references, 16),
     ("FluxTransformer2DModel", masked_with_residuals, 16),
+    ("FluxTransformer2DModel", with_references, 16),
+    ("LTX2VideoTransformer3DModel, 2.3", with_keyframes, 16),
     ("PixArtTransformer2DModel", masked, 16),
     ("WanTransformer3DModel", a_timestep_for_each_token, 16),
     ("ChronoEditTransformer3DModel", a_timestep_for_each_token, 16),
@@ -181,7 +191,7 @@ OTHERS = [
 @pytest.mark.parametrize(("name", "changed", "num_tokens"), OTHERS)
 def test_other_inputs_of_a_class_are_routed_correctly(name, changed, num_tokens):
     model, arguments = built(name)
-    check(model, FAMILIES[name], changed(model, arguments), num_tokens)
+    check(model, FAMILIES[type(model).__name__], changed(model, arguments), num_tokens)
 
 
 class OtherProcessor:

@@ -17,22 +17,22 @@ from routing.adapters.families.table import ROWS
 # `*attention_kwargs`, `check` accepts few keys.
 ACCEPTED = """
 additional_t_cond attention_kwargs audio_coords audio_encoder_attention_mask audio_encoder_hidden_states
-audio_hidden_states audio_num_frames audio_sigma audio_timestep cap_feats condition_mask context_latents
-control_latents crop_coords cross_attention_kwargs decoder_input_tokens decoder_noise_time
+audio_hidden_states audio_indices audio_num_frames audio_sigma audio_timestep cap_feats condition_mask
+context_latents control_latents crop_coords cross_attention_kwargs decoder_input_tokens decoder_noise_time
 enable_diffusion_forcing encoder_attention_mask encoder_attention_mask_2 encoder_hidden_states
 encoder_hidden_states_2 encoder_hidden_states_image encoder_hidden_states_llama3 encoder_hidden_states_mask
-encoder_mask encodings_and_masks fps global_hidden_states guidance height hidden_states id_cond id_vit_hidden
-image_cond_hidden_states image_cond_ids image_embeds img_mask img_shapes indicator indices_hidden_states
-indices_latents indices_latents_clean indices_latents_history_2x indices_latents_history_4x
-indices_latents_history_long indices_latents_history_mid indices_latents_history_short inpaint_latents
-input_ids input_image_sizes input_img_latents isolate_modalities joint_attention_kwargs latent_cond
-latents_clean latents_history_2x latents_history_4x latents_history_long latents_history_mid
-latents_history_short local_add_cond num_frames ofs original_size padding_mask pooled_embeds
-pooled_projections position_ids prior_token_drop prior_token_id r_timestep return_dict
+encoder_mask encodings_and_masks fps global_hidden_states guidance height hidden_states hidden_states_masks
+id_cond id_vit_hidden image_cond_hidden_states image_cond_ids image_embeds img_ids img_mask img_shapes
+img_sizes indicator indices_hidden_states indices_latents indices_latents_clean indices_latents_history_2x
+indices_latents_history_4x indices_latents_history_long indices_latents_history_mid
+indices_latents_history_short inpaint_latents input_ids input_image_sizes input_img_latents isolate_modalities
+joint_attention_kwargs latent_cond latents_clean latents_history_2x latents_history_4x latents_history_long
+latents_history_mid latents_history_short local_add_cond num_frames ofs original_size padding_mask
+pooled_embeds pooled_projections position_ids prior_token_drop prior_token_id r_timestep return_dict
 rope_interpolation_scale rotary_embedding scale_factor segment_ids shape_list sigma t target_size
-target_timestep text_bth text_encoder_layers text_lens text_rope_pos timestep timestep_r timesteps txt_ids
-use_cross_timestep video_coords video_keyframes_mask video_rotary_emb video_self_attention_mask
-visual_rope_pos visual_token_type_ids width x
+target_timestep text_bth text_encoder_layers text_indices text_lens text_rope_pos timestep timestep_indices
+timestep_r timesteps token_tags txt_ids use_cross_timestep video_coords video_indices video_keyframes_mask
+video_rotary_emb video_self_attention_mask visual_rope_pos visual_token_type_ids width x
 """
 # Arguments of blocks that do not depend on the token, in every class that does not name them in `by_token`.
 SHARED = """
@@ -49,7 +49,7 @@ use_a2v_cross_attention use_v2a_cross_attention
 
 def _family(row: Adapter) -> Adapter:
     lists = [replace(spec, shared=(*SHARED.split(), *spec.shared)) for spec in row.block_lists]
-    accepts = (*ACCEPTED.split(), *row.accepts)
+    accepts = (*ACCEPTED.split(), *row.accepts, *row.residuals)
     return replace(row, block_lists=lists, accepts=accepts, check=partial(check, row))
 
 

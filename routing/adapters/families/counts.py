@@ -106,6 +106,12 @@ def joyimage_references(model: Any, arguments: Arguments) -> int:
     return arguments["hidden_states"].shape[1] - lengths.pop()
 
 
+def ltx_2_references(model: Any, arguments: Arguments) -> int:
+    """Count the tokens of keyframes and references after the video, whose size is given."""
+    sizes = [arguments.get(name) for name in ("num_frames", "height", "width")]
+    return 0 if None in sizes else arguments["hidden_states"].shape[1] - math.prod(sizes)
+
+
 def lumina_2_prefix(model: Any, arguments: Arguments) -> int:
     """Count the text tokens without padding, which the model removes before its blocks."""
     lengths = arguments["encoder_attention_mask"].sum(dim=1).tolist()  # SYNC: the model does the same

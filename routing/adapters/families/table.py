@@ -44,7 +44,6 @@ COGVIEW = BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=("attention_
 HIDREAM = rope(lambda x, kept: kept.gather_between(x)) | {"hidden_states_masks": tokens}
 # Wan: (1, T, 1, d) each, and (N, T, 6, D) where each token has its own timestep, else (N, 6, D).
 WAN = BlockList("blocks", by_token={"rotary_emb": tuple_of(tokens), "temb": if_ndim(4, tokens)})
-MINIMAX_INDICES = ("video_indices", "audio_indices", "text_indices")
 LTX_ROTARY = tuple_of(lambda x, kept: kept.gather(x, x.ndim - 2))  # (N, T, D), or (N, heads, T, d)
 
 
@@ -67,16 +66,13 @@ ROWS = {
         [BlockList("joint_transformer_blocks", output=1), BlockList("single_transformer_blocks", joint=True)],
         num_prefix_tokens=lambda model, given: model.register_tokens.shape[1] + given[TEXT].shape[1],
     ),
-    "BriaTransformer2DModel": Adapter(
-        both(1, rope(rotary)), accepts=("img_ids",), num_prefix_tokens=length(TEXT)
-    ),
+    "BriaTransformer2DModel": Adapter(both(1, rope(rotary)), num_prefix_tokens=length(TEXT)),
     # Each block has its own text.
     "BriaFiboTransformer2DModel": Adapter(
         [
             BlockList(BLOCKS, output=1, by_token=FLUX_MASKED),
             BlockList(SINGLE, joint=True, by_token=FLUX_MASKED),
         ],
-        accepts=("img_ids",),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
     ),
@@ -94,7 +90,7 @@ ROWS = {
     ),
     "ChromaTransformer2DModel": Adapter(
         [BlockList(BLOCKS, output=1, by_token=CHROMA), BlockList(SINGLE, joint=True, by_token=CHROMA)],
-        accepts=("img_ids", "attention_mask"),
+        accepts=("attention_mask",),
         num_prefix_tokens=length(TEXT),
     ),
     # Positions are added before the blocks; CogView 4 has rotary positions.
@@ -121,7 +117,7 @@ ROWS = {
     ),
     "FluxTransformer2DModel": Adapter(
         both(1, FLUX_MASKED),
-        accepts=("img_ids", *FLUX_RESIDUALS, "controlnet_blocks_repeat"),
+        accepts=("controlnet_blocks_repeat",),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
         residuals=FLUX_RESIDUALS,
@@ -132,7 +128,6 @@ ROWS = {
             BlockList(BLOCKS, output=1, by_token=rope(rotary)),
             BlockList(SINGLE, joint=True, by_token=rope(rotary)),
         ],
-        accepts=("img_ids",),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
     ),
@@ -147,7 +142,6 @@ ROWS = {
                 num_suffix_tokens=length("image_cond_hidden_states"),
             ),
         ],
-        accepts=("img_ids",),
         num_prefix_tokens=length(TEXT),
     ),
     # After the image come two texts, and a third one for each block. The model cuts off the text of a block,
@@ -159,7 +153,7 @@ ROWS = {
             ),
             BlockList("single_stream_blocks", by_token=HIDREAM, num_suffix_tokens=counts.hidream_others),
         ],
-        accepts=("encoder_hidden_states_t5", "hidden_states_masks", "img_ids", "img_sizes"),
+        accepts=("encoder_hidden_states_t5",),
         whole_between_blocks=True,
     ),
     # Attention puts the text after the image.
@@ -192,7 +186,6 @@ ROWS = {
     # The text is in plane 0, the image in plane 1, references are in plane 2.
     "LongCatImageTransformer2DModel": Adapter(
         both(1, rope(rotary)),
-        accepts=("img_ids",),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(1),
     ),
@@ -220,9 +213,7 @@ ROWS = {
         accepts=("attention_mask",),
         num_prefix_tokens=lambda model, given: given["input_ids"].shape[1] + 1,
     ),
-    "OvisImageTransformer2DModel": Adapter(
-        both(1, rope(rotary)), accepts=("img_ids",), num_prefix_tokens=length(TEXT)
-    ),
+    "OvisImageTransformer2DModel": Adapter(both(1, rope(rotary)), num_prefix_tokens=length(TEXT)),
     "PixArtTransformer2DModel": Adapter(
         BlockList(BLOCKS, by_token={"attention_mask": mask}),
         accepts=("added_cond_kwargs", "attention_mask"),
@@ -235,7 +226,6 @@ ROWS = {
     # Two tables of complex numbers, for the image and for the text; modulate_index (N, T + S).
     "QwenImageTransformer2DModel": Adapter(
         BlockList(BLOCKS, output=1, by_token=rope(part(0, table)) | {"modulate_index": tokens}),
-        accepts=RESIDUALS,
         num_suffix_tokens=counts.qwen_references,
         residuals=RESIDUALS,
     ),
@@ -252,14 +242,12 @@ ROWS = {
     ),
     "SD3Transformer2DModel": Adapter(
         BlockList(BLOCKS, output=1),
-        accepts=("block_controlnet_hidden_states",),
         residuals=("block_controlnet_hidden_states",),
     ),
     # One sequence: the image, its padding, the text. The refiners before it are not routed.
     # A table (N, T + S, d), a mask (N, T + S).
     "ZImageTransformer2DModel": Adapter(
         BlockList("layers", tokens="x", by_token={"freqs_cis": tokens, "attn_mask": mask}),
-        accepts=RESIDUALS,
         num_suffix_tokens=counts.z_image_suffix,
         residuals=RESIDUALS,
     ),
@@ -351,9 +339,10 @@ ROWS = {
             by_token={
                 **dict.fromkeys(("video_rotary_emb", "ca_video_rotary_emb"), LTX_ROTARY),
                 **dict.fromkeys(("temb", "temb_ca_scale_shift", "temb_ca_gate"), if_many(tokens)),
-                "self_attention_mask": mask,  # (N, T, T)
+                "self_attention_mask": mask,  # (N, T + S, T + S)
             },
         ),
+        num_suffix_tokens=counts.ltx_2_references,
     ),
     "SanaWMLTX2RefinerTransformer3DModel": Adapter(
         BlockList(BLOCKS, by_token={"video_rotary_emb": LTX_ROTARY, "temb": if_many(tokens)}),
@@ -361,7 +350,6 @@ ROWS = {
     # One sequence: text, audio and references, then the video. All samples share (P + T, d) each, (P + T,).
     "MiniMaxH3Transformer3DModel": Adapter(
         BlockList(BLOCKS, joint=True, by_token={"rotary_emb": tuple_of(of_all), "adaln_indices": of_all}),
-        accepts=("position_ids", "timestep_indices", "token_tags", *MINIMAX_INDICES),
         num_prefix_tokens=counts.minimax_h3_prefix,
         one_subset=True,
     ),
