@@ -100,17 +100,17 @@ def with_images_that_have_no_noise(model, arguments):
 
 def residuals(num_tokens):
     """Residuals by layer, but not after the last layers of windows: bypassing tokens would get them."""
-    return {i: torch.randn(2, num_tokens, 32, dtype=torch.float64) for i in (0, 1, 3)}
+    return {i: torch.randn(2, num_tokens, 32, dtype=torch.float64) for i in (1, 3)}
 
 
 def masked_with_residuals(model, arguments):
     """FLUX: two double blocks, then four single ones."""
     by_layer, sees = residuals(16), torch.rand(2, 1, 21, 21) > 0.3
-    none = torch.zeros_like(by_layer[0])
+    none = torch.zeros_like(by_layer[1])
     return {
         **arguments,
         "joint_attention_kwargs": {"attention_mask": sees | torch.eye(21, dtype=torch.bool)},
-        "controlnet_block_samples": [by_layer[0], by_layer[1]],
+        "controlnet_block_samples": [none, by_layer[1]],
         "controlnet_single_block_samples": [none, by_layer[3], none, none],
         "controlnet_blocks_repeat": True,
     }
@@ -128,7 +128,7 @@ def masked(model, arguments):
 
 def with_residuals(model, arguments):
     by_layer = residuals(16)
-    none = torch.zeros_like(by_layer[0])
+    none = torch.zeros_like(by_layer[1])
     return {**arguments, "controlnet_block_samples": [by_layer.get(i, none) for i in range(6)]}
 
 
