@@ -216,9 +216,9 @@ class Drawing:
         """Collect everything that the images depend on, except sampler, guidance and labels."""
         weights = hashlib.sha256()
         for net in self.model.networks:
-            # The state_dict of a network that shares its weights would scatter them again.
-            tensors = {**dict(net.named_parameters()), **dict(net.named_buffers())}
-            for _, tensor in sorted(tensors.items()):
+            # If weights are shared, state_dict would scatter them again, and numpy would keep their memory.
+            tensors: list[tuple[str, Any]] = [*net.named_parameters(), *net.named_buffers()]
+            for _, tensor in sorted(tensors):
                 copy = tensor.detach().to("cpu", copy=True).contiguous()
                 weights.update(copy.reshape(-1).view(torch.uint8).numpy())
         options = {"first_seed": self.options.first_seed, "bf16": self.options.bf16}

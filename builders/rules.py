@@ -36,8 +36,8 @@ def check_rules(experiment: "Experiment", num_processes: int) -> None:
     if not 0 <= experiment.seed < NUM_SEEDS:
         raise ValueError(f"seed={experiment.seed} must not be negative, and less than {NUM_SEEDS}")
     if train.batch_size % ((train.micro_batch_size or 1) * num_processes):
-        micro = train.micro_batch_size and f"train.micro_batch_size={train.micro_batch_size} times "
-        rule = f"must be a multiple of {micro or ''}the number of processes={num_processes}"
+        micro = f"train.micro_batch_size={train.micro_batch_size} times " if train.micro_batch_size else ""
+        rule = f"must be a multiple of {micro}the number of processes={num_processes}"
         raise ValueError(f"train.batch_size={train.batch_size} {rule}")
     check_choice("decoding", experiment.decoding, DECODINGS)
     _check_routes(experiment)

@@ -11,8 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -127,13 +126,11 @@ class CheckpointFolder:
 
         file = partial / f"shard-{self.launch.rank + 1:05d}-model-00001-of-00001.safetensors"
         try:
-            with _errors_of_all_ranks():
-                # Only tensors: anything else would be pickled into the file without a word.
-                writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
-                dcp.save(shards, storage_writer=writer)
-        except BaseException:  # the same on all ranks
+            # Only tensors: anything else would be pickled into the file without a word.
+            dcp.save(shards, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
+        except dcp.api.CheckpointException as error:  # on all ranks
             self.launch.broadcast_from_main(lambda: shutil.rmtree(partial, ignore_errors=True))
-            raise
+            raise _cause_of(error) from error
         try:
             found = [(file.name, sha256(file), "")] if file.exists() else []
         except OSError as error:  # on this rank alone
@@ -246,29 +243,21 @@ def _read_shards(checkpoint: Path, name: str, like: Mapping[str, torch.Tensor]) 
         key: torch.empty(p.shape) if p.is_meta else torch.empty_like(p, requires_grad=False)
         for key, p in places.items()
     }
-    with _errors_of_all_ranks():
+    try:
         dcp.load(tensors, storage_reader=reader, no_dist=not is_initialized())
+    except dcp.api.CheckpointException as error:
+        raise _cause_of(error) from error
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
 
 
-@contextmanager
-def _errors_of_all_ranks() -> Iterator[None]:
-    """Raise an error of one rank, which torch reports to all of them, on all.
-
-    Raises:
-        OSError: no rank had another error.
+def _cause_of(error: Any) -> BaseException:
+    """Return the error behind a CheckpointException, whose text has the tracebacks of all ranks: an OSError if
+    all errors are of the disk, otherwise the first other one.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        yield
-    except CheckpointException as error:  # a BaseException, whose text has all tracebacks
-        causes = [cause for cause, _ in error.failures.values()]
-        of_disk = (OSError, SafetensorError)  # safetensors raises its own error for a full disk
-        cause = next((cause for cause in causes if not isinstance(cause, of_disk)), None)
-        if cause is None:
-            raise OSError(str(causes[0])) from error
-        raise cause from error
+    causes = [cause for cause, _ in error.failures.values()]
+    of_disk = (OSError, SafetensorError)  # safetensors raises its own error for a full disk
+    others = (cause for cause in causes if not isinstance(cause, of_disk))
+    return next(others, OSError(str(causes[0])))
 
 
 def _discard(checkpoint: Path) -> None:

@@ -116,8 +116,7 @@ class RunFolder:
         if config["evaluation"] and any(key.startswith("evaluation.") for key in old):
             free_keys.difference_update(SCORING_KEYS)
         elsewhere = "choose another folder with run_name=NAME"
-        added = {key for key in new.keys() - old.keys() if new[key] is False}  # later options, which are off
-        changed = sorted(key for key in old.keys() | new.keys() - added if old.get(key) != new.get(key))
+        changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
         changes = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in changed if not is_in(key, free_keys)]
         if changes:
             what = f"a run with another configuration ({'; '.join(changes)})"

@@ -199,11 +199,11 @@ class _Attached:
         self._check(model, arguments)
         P = self.adapter.num_prefix_tokens(model, arguments)
         S = self.adapter.num_suffix_tokens_of(model, arguments)
-        whole, one, windows = self.adapter.whole_between_blocks, self.adapter.one_subset, []
+        windows = []
         for idx, (route, ratio) in enumerate(zip(self.routes, ratios, strict=True)):
             if ratio > 0:
                 draw = partial(routing.ids_keep, idx, ratio, router=self.router)
-                windows.append(_Window(route, draw, _draw_seed(generator), P, S, whole, one))
+                windows.append(_Window(route, draw, _draw_seed(generator), P, S, self.adapter))
         routed_pass = _RoutedPass(self.layers, windows)
 
         def routed(name: str, value: Any) -> Any:
@@ -265,8 +265,7 @@ class _Window:
     seed: int
     num_prefix_tokens: int
     num_suffix_tokens: Mapping[str, int]  # by name of the list of blocks
-    whole: bool  # bypassing tokens are put back after every block
-    one_subset: bool  # all samples keep the tokens of the first
+    adapter: Adapter
     ids_keep: torch.Tensor | None = None  # (N, K)
     num_tokens: int = 0
     original: torch.Tensor | None = None  # (N, T + S, D)
@@ -280,9 +279,9 @@ class _Window:
         original = x[:, self.num_prefix_tokens :] if spec.joint else x  # (N, T + S, D)
         self.num_tokens = original.shape[1] - self.num_suffix_tokens[spec.name]
         generator = torch.Generator(x.device).manual_seed(self.seed)
-        chosen_for = original[: 1 if self.one_subset else None, : self.num_tokens]
+        chosen_for = original[: 1 if self.adapter.one_subset else None, : self.num_tokens]
         self.ids_keep = self.draw(chosen_for, generator=generator).expand(len(original), -1)
-        self.original = None if self.whole else original
+        self.original = None if self.adapter.whole_between_blocks else original
 
     def kept(self, spec: BlockList) -> TokenSelection:
         """Select the kept tokens in the sequence of a list of blocks."""
@@ -332,7 +331,7 @@ class _RoutedPass:
             return x
         kept = window.kept(self.layers[self.idx].spec)
         routed = kept.gather(x)  # (N, K + S, D)
-        if self.idx < window.route.end_layer_idx and not window.whole:
+        if self.idx < window.route.end_layer_idx and not window.adapter.whole_between_blocks:
             return routed
         # All tokens are back. The ones that bypassed the window get no residual.
         return end_route(routed, kept.ids, routed.new_zeros(routed.shape[0], *x.shape[1:]))
@@ -404,7 +403,7 @@ class _RoutedBlock:
         if self._idx == first:
             window.start(x, spec)
         kept = window.kept(spec)
-        if self._idx == first or window.whole:
+        if self._idx == first or window.adapter.whole_between_blocks:
             values[spec.tokens] = spec.batch_first(kept.gather_joint(x) if spec.joint else kept.gather(x))
         values = spec.gather(values, kept, name)
         # Positional or by name as in the model, because hooks of the block may read either.
@@ -412,7 +411,11 @@ class _RoutedBlock:
         output = self._block(*args, **{key: values[key] for key in kwargs})
         if self._idx == last:
             window.is_done = True
-        return window.put_back(output, spec, x) if self._idx == last or window.whole else output
+        return (
+            window.put_back(output, spec, x)
+            if self._idx == last or window.adapter.whole_between_blocks
+            else output
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._block, name)

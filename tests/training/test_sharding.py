@@ -1,13 +1,17 @@
 """Sharded trainings compared with whole ones, and checkpoints that pass from one to the other."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors import safe_open
+from torch.distributed.checkpoint.api import CheckpointException
 
+from builders.estimate import sharing_processes
 from tests.programs import start
 from tests.runs import TINY, metrics, tiny_run, tiny_trainer
 from tests.test_two_processes import write_inputs
-from training.checkpoint import CheckpointFolder, latest_checkpoint
+from training.checkpoint import CheckpointFolder, _cause_of, latest_checkpoint
 from training.sharding import is_sharded
 
 # The zeros of adaLN-Zero would hide most weights, and a small eps of Adam would amplify rounding errors.
@@ -117,6 +121,19 @@ def test_checkpoints_pass_between_four_sharding_processes_and_one(tmp_path):
     tiny_run(four, *OPTIONS, one_key)
     run_of(tmp_path / "one", 4, one_key, FSDP)
     assert_close(states_of(four, one_key), states_of(tmp_path / "one", one_key), atol=1e-5)
+
+
+def test_an_interrupt_on_one_rank_is_no_full_disk():
+    full, interrupt = OSError("disk full"), KeyboardInterrupt()
+    assert str(_cause_of(CheckpointException("", {0: (full, None), 1: (full, None)}))) == "disk full"
+    assert _cause_of(CheckpointException("", {0: (full, None), 1: (interrupt, None)})) is interrupt
+
+
+@pytest.mark.parametrize(("local", "message"), [("1", "at least 2"), ("3", "divide"), ("0", "positive")])
+def test_groups_need_equal_machines_of_several_processes(monkeypatch, local, message):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    with pytest.raises(ValueError, match=f"LOCAL_WORLD_SIZE={local} must .*{message}"):
+        sharing_processes(SimpleNamespace(parallel="hsdp"), 4)
 
 
 def test_a_damaged_shard_is_no_checkpoint(tmp_path):

@@ -238,18 +238,6 @@ def test_a_resume_refuses_what_changes_the_weights(short_run):
     assert short_run.is_finished(1) and not short_run.is_finished(2)
 
 
-def test_a_run_from_before_an_option_resumes_if_the_option_is_off(short_run, tmp_path):
-    run = RunFolder(shutil.copytree(short_run.path, tmp_path / "run"))
-    config, data = run.config(), run.manifest()["data"]
-    older = deepcopy(config)
-    del older["model"]["fp32_after_route"]
-    run.config_file.write_text(yaml.safe_dump(older))
-    run.check(config, data)
-    config["model"]["fp32_after_route"] = True
-    with pytest.raises(ValueError, match=r"model\.fp32_after_route: None -> True"):
-        run.check(config, data)
-
-
 def test_a_resume_refuses_what_changes_the_scores(short_run, tmp_path):
     run = RunFolder(shutil.copytree(short_run.path, tmp_path / "run"))
     before, data = run.config(), run.manifest()["data"]

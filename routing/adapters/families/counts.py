@@ -108,8 +108,8 @@ def joyimage_references(model: Any, arguments: Arguments) -> int:
 
 def ltx_2_references(model: Any, arguments: Arguments) -> int:
     """Count the tokens of keyframes and references after the video, whose size is given."""
-    sizes = [arguments.get(name) for name in ("num_frames", "height", "width")]
-    return 0 if None in sizes else arguments["hidden_states"].shape[1] - math.prod(sizes)
+    sizes = [arguments[name] for name in ("num_frames", "height", "width") if arguments.get(name)]
+    return arguments["hidden_states"].shape[1] - math.prod(sizes) if len(sizes) == 3 else 0
 
 
 def lumina_2_prefix(model: Any, arguments: Arguments) -> int:

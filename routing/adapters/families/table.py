@@ -35,8 +35,8 @@ TEXT, TEXT_MASK = "encoder_hidden_states", "encoder_attention_mask"
 BLOCKS, SINGLE = "transformer_blocks", "single_transformer_blocks"
 # FLUX: attention may take a mask.
 FLUX_MASKED = rope(rotary) | {"joint_attention_kwargs": entry("attention_mask", mask)}
-FLUX_RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
-RESIDUALS = FLUX_RESIDUALS[:1]
+RESIDUALS = ("controlnet_block_samples",)
+FLUX_RESIDUALS = (*RESIDUALS, "controlnet_single_block_samples")
 CHROMA = rope(rotary) | {"attention_mask": joint}  # (N, P + T)
 # CogView: the mask (N, P) covers the text alone.
 COGVIEW = BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=("attention_mask",))
@@ -53,7 +53,7 @@ def both(output: int, by_token: dict[str, Gather]) -> list[BlockList]:
 
 
 # HunyuanVideo: double and single blocks. Attention puts the text last. Tokens of given frames come before the
-# image; other blocks than those of token replacement ignore `args`.
+# image. Only blocks for token replacement use `args`.
 HUNYUAN = [
     BlockList(name, joint=True, output=0, by_token={key: rotary, "attention_mask": mask_before_text})
     for name, key in ((BLOCKS, "freqs_cis"), (SINGLE, "image_rotary_emb"))
@@ -347,7 +347,7 @@ ROWS = {
     "SanaWMLTX2RefinerTransformer3DModel": Adapter(
         BlockList(BLOCKS, by_token={"video_rotary_emb": LTX_ROTARY, "temb": if_many(tokens)}),
     ),
-    # One sequence: text, audio and references, then the video. All samples share (P + T, d) each, (P + T,).
+    # One sequence: text, audio, references, the video. All samples share tables (P + T, d), indices (P + T,).
     "MiniMaxH3Transformer3DModel": Adapter(
         BlockList(BLOCKS, joint=True, by_token={"rotary_emb": tuple_of(of_all), "adaln_indices": of_all}),
         num_prefix_tokens=counts.minimax_h3_prefix,
