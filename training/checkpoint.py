@@ -251,7 +251,7 @@ def _read_shards(checkpoint: Path, name: str, like: Mapping[str, torch.Tensor]) 
 
 
 def _cause_of(error: Any) -> BaseException:
-    """Return the error behind a CheckpointException, whose text has the tracebacks of all ranks: an OSError if
+    """Return the error behind a CheckpointException, whose text has all tracebacks: an OSError if
     all errors are of the disk, otherwise the first other one.
     """
     causes = [cause for cause, _ in error.failures.values()]
