@@ -1,8 +1,9 @@
 """Routes: windows of layers that some of the tokens bypass [TREAD], and their options in a forward pass."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -20,11 +21,20 @@ class Route:
         selection_ratio: fraction of tokens that bypass the window, in [0, 1).
         start_layer_idx: first layer of the window; negative indices count from the end.
         end_layer_idx: last layer of the window, inclusive; -1 is the last layer.
+
+    Raises:
+        ValueError: an argument is not a number, or an index is not an integer.
     """
 
     selection_ratio: float
     start_layer_idx: int
     end_layer_idx: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            kind, rule = (Integral, "an integer") if name.endswith("idx") else (Real, "a number")
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} of a route must be {rule}")
 
 
 @dataclass(frozen=True)
@@ -38,11 +48,19 @@ class Routing:
         force_keep: (N, T) bool, tokens that must not bypass.
         noise: one tensor (N, T) in [0, 1) per route. It replaces the random draw of the router, so that the
             caller knows which tokens are kept, or can repeat them.
+
+    Raises:
+        ValueError: force_keep, or an entry of noise, is not a tensor.
     """
 
     selection_ratio: float | Sequence[float] | None = None
     force_keep: torch.Tensor | None = None
     noise: Sequence[torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        for name, values in (("force_keep", (self.force_keep,)), ("noise", self.noise or ())):
+            if any(value is not None and not isinstance(value, torch.Tensor) for value in values):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be made of tensors")
 
     def ratios(self, routes: Sequence[Route], active: bool) -> tuple[float, ...]:
         """Return the ratio of each route. If none was given: its own if `active`, else 0.
@@ -55,7 +73,8 @@ class Routing:
             return tuple(route.selection_ratio if active else 0.0 for route in routes)
         ratios = tuple(given) if isinstance(given, Sequence) else (given,) * len(routes)
         fits = len(ratios) == len(routes) and (routes or not given)
-        if not fits or not all(0 <= ratio <= 1 for ratio in ratios):
+        are_numbers = all(isinstance(ratio, Real) and not isinstance(ratio, bool) for ratio in ratios)
+        if not (fits and are_numbers and all(0 <= ratio <= 1 for ratio in ratios)):
             allowed = f"one number for all routes, or one for each of {len(routes)}"
             raise ValueError(f"selection_ratio={given} must be in [0, 1]: {allowed}")
         return ratios
@@ -133,9 +152,8 @@ def from_simpletuner(tread_config: dict[str, Any]) -> tuple[Route, ...]:
     routes = tread_config.get("routes") if isinstance(tread_config, dict) else None
     if not isinstance(routes, list) or len(tread_config) > 1:
         raise ValueError(f"tread_config={tread_config} must have one key, routes, whose value is a list")
-    kinds = {"selection_ratio": (int, float), "start_layer_idx": (int,), "end_layer_idx": (int,)}
+    names = [field.name for field in fields(Route)]
     for i, route in enumerate(routes):
-        is_complete = isinstance(route, dict) and set(route) == set(kinds)
-        if not is_complete or any(type(route[name]) not in kind for name, kind in kinds.items()):
-            raise ValueError(f"tread_config routes.{i}={route} must have {', '.join(kinds)}, each a number")
+        if not isinstance(route, dict) or {*route} != {*names}:
+            raise ValueError(f"tread_config routes.{i}={route} must have {', '.join(names)}")
     return tuple(Route(**route) for route in routes)

@@ -224,7 +224,7 @@ BUDGET = {
     "examples": 461,  # a fine-tune that shares its weights
     "models": 1060,  # two ablations of the window
     "reports": 720,
-    "routing": 2824,  # what pipelines pass; rows
+    "routing": 2845,  # what pipelines pass; rows; types of routes and ratios
     "runtime": 1960,  # 75 of them explain --help and misspelt options; nodes, parts, pictures
     "study": 1380,  # baselines, gates, pooled spreads, searched rates
     "tests": 22400,

@@ -75,10 +75,10 @@ def attach(
     for keyword in set(KEYWORDS) & set(signature.parameters) - set(adapter.accepts):
         raise ValueError(f"forward of {name} has an argument {keyword}, a name that attach adds to it")
     routes = tuple(routes) if isinstance(routes, Iterable) else (routes,)
-    if not all(isinstance(route, Route) for route in routes):
+    if not routes or not all(isinstance(route, Route) for route in routes):
         raise ValueError(f"routes={routes} must be a routing.Route, or several")
-    if not routes:
-        raise ValueError("routes must not be empty: the model would stay dense")
+    if not callable(router):
+        raise ValueError(f"router={router!r} must be a function, such as routing.norm_router")
     layers = tuple(layer for spec in adapter.block_lists for layer in _layers(model, spec))
     routes = resolve_routes(routes, len(layers), key="routes")
 
@@ -190,6 +190,8 @@ class _Attached:
         forward = partial(plain_forward(type(model)), model)
         if not any(ratios):
             return forward(*args, **kwargs)
+        if max(ratios) == 1:
+            raise ValueError(f"selection_ratio={routing.selection_ratio} must be below 1 with attach")
         if torch._C._current_graph_task_id() != -1:
             raise ValueError(
                 f"gradient checkpointing of {type(model).__name__} as a whole would draw other tokens in the "

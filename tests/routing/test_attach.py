@@ -255,7 +255,7 @@ def test_positions_may_be_given_for_each_sample():
     [
         ("flux", {"img_ids": REFERENCE_FIRST}, "must come before tokens of reference images"),
         ("pixart", {"cross_attention_kwargs": {"gligen": {}}}, r"cross_attention_kwargs\.gligen of"),
-        ("wan", {"routing": Routing(1.0)}, r"num_kept=0 must be in \[1, 16\]"),
+        ("wan", {"routing": Routing(1.0)}, r"^selection_ratio=1.0 must be below 1 with attach$"),
         ("wan", {"routing": Routing([0.5, 0.5])}, r"selection_ratio=\[0\.5, 0\.5\] must be .* each of 1"),
     ],
 )
@@ -370,7 +370,7 @@ def test_a_model_may_be_compiled_as_a_whole():
 
 def test_a_forward_that_would_lose_the_routes_is_refused():
     model = FAMILIES["sd3"].build()
-    with pytest.raises(ValueError, match="routes must not be empty"):
+    with pytest.raises(ValueError, match=r"^routes=\(\) must be a routing.Route, or several"):
         attach(model, [])
     add_hook_to_module(model, ModelHook())
     with pytest.raises(ValueError, match="forward of SD3Transformer2DModel was replaced"):
@@ -496,6 +496,8 @@ def test_wrong_options_of_a_pass_are_one_line(options, message):
 def test_routes_must_be_routes(routes):
     with pytest.raises(ValueError, match=r"^routes=\(.*\) must be a routing.Route, or several"):
         attach(made("sd3")[0], routes)
+    with pytest.raises(ValueError, match=r"^router='random' must be a function"):
+        attach(made("sd3")[0], WINDOW, router="random")
 
 
 def test_samples_that_share_positions_keep_the_same_tokens():
@@ -507,7 +509,7 @@ def test_samples_that_share_positions_keep_the_same_tokens():
     assert seen == [(2, 5 + 3 + 2 + 8, 32)]
     with pytest.raises(ValueError, match=r"^noise=\[\(2, 16\)\] must have one tensor \(1, 16\)"):
         model(**arguments, routing=Routing(0.5, noise=[torch.rand(2, 16)]))
-    arguments["token_tags"][-1] = 2
+    arguments["video_indices"] = arguments["video_indices"].roll(1)[1:]  # without the last token
     with pytest.raises(ValueError, match="the video to generate must come last"):
         model(**arguments)
 

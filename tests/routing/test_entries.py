@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from routing import detach
-from routing.adapters.adapter import TokenSelection
+from routing.adapters.adapter import TokenSelection, _zero
 from routing.adapters.families import ACCEPTED, FAMILIES, SHARED, table
 from routing.adapters.families.parts import PROCESSORS
 from tests.routing.models import MODELS, built
@@ -55,8 +55,9 @@ def inputs_of(name):
 
 
 def is_right(adapter, model, arguments, num_tokens):
+    """Prove a window over all lists of blocks, and one that ends in the first list."""
     try:
-        check(model, adapter, arguments, num_tokens, WINDOWS[:1])
+        check(model, adapter, arguments, num_tokens, (WINDOWS[0], WINDOWS[2]))
     except Exception:  # whatever a wrong shape leads to
         if hasattr(model, "_attached"):
             detach(model)
@@ -72,6 +73,7 @@ def others(kept):
 
 def wrong_rows(row):
     """Yield the name of an entry and rows in which it is wrong."""
+    has_prefix = row.num_prefix_tokens is not _zero
     for i, spec in enumerate(row.block_lists):
 
         def with_list(i=i, spec=spec, **changed):
@@ -81,19 +83,22 @@ def wrong_rows(row):
         for key, gather in spec.by_token.items():
             ways = (lambda x, kept: x, lambda x, kept, gather=gather: gather(x, others(kept)))
             yield f"{spec.name}.{key}", [with_list(by_token={**spec.by_token, key: way}) for way in ways]
+        output = {None: 0, 0: 1, 1: 0}[spec.output]
+        yield f"{spec.name}.output", [with_list(output=output)]
+        if spec.joint or has_prefix:
+            yield f"{spec.name}.joint", [with_list(joint=not spec.joint)]
         if spec.num_suffix_tokens:
             yield f"{spec.name}.num_suffix_tokens", [with_list(num_suffix_tokens=None)]
         if spec.sequence_first:
             yield f"{spec.name}.sequence_first", [with_list(sequence_first=False)]
     for name in ("num_prefix_tokens", "num_suffix_tokens"):
         count = getattr(row, name)
-        if count.__name__ != "_zero":
-            yield (
-                name,
-                [replace(row, **{name: lambda model, arguments, count=count: count(model, arguments) + 1})],
-            )
-    if row.whole_between_blocks:
-        yield "whole_between_blocks", [replace(row, whole_between_blocks=False)]
+        if count is not _zero:
+            more = lambda model, arguments, count=count: count(model, arguments) + 1  # noqa: E731
+            yield name, [replace(row, **{name: wrong}) for wrong in (more, lambda model, arguments: 0)]
+    for name in ("whole_between_blocks", "one_subset"):
+        if getattr(row, name):
+            yield name, [replace(row, **{name: False})]
     if row.residuals:
         yield "residuals", [replace(row, residuals=())]
 

@@ -214,7 +214,6 @@ def test_a_class_refuses_what_its_adapter_does_not_know(name):
         model(**arguments)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "key", "change", "message"),
     [

@@ -1,7 +1,7 @@
 """Print a table of all transformers in the installed diffusers: `python -m routing.adapters.families`.
 
-*yes*: tests/routing/test_proof.py proves the row on a small model of the pinned version. *fails*: the forward
-of this version lacks arguments that the row names.
+*yes*: tests/routing/test_entries.py proves the row on small models of the pinned version. *fails*: the
+forward of this version lacks arguments that the row names.
 """
 
 import inspect

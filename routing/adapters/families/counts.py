@@ -10,7 +10,7 @@ from routing.adapters.adapter import Arguments
 from routing.adapters.families.parts import Count
 
 GIST = ("min_num_gist_tokens", "max_num_gist_tokens", "gist_step", "gist_min_text_len", "gist_max_text_len")
-IDEOGRAM_IMAGE, MINIMAX_VIDEO = 2, 0  # codes for image tokens
+IDEOGRAM_IMAGE = 2  # code for image tokens
 # Z-Image: the default patch size, as its argument is not accepted; image and text are padded to multiples.
 Z_PATCH_SIZE, Z_MULTIPLE = 2, 32
 
@@ -124,13 +124,14 @@ def lumina_2_prefix(model: Any, arguments: Arguments) -> int:
 
 
 def minimax_h3_prefix(model: Any, arguments: Arguments) -> int:
-    """Count the tokens before the video to generate, which must be the last tokens with one timestep."""
-    kinds = torch.stack([arguments["token_tags"], arguments["timestep_indices"]], dim=1)  # (P + T, 2)
-    is_target = (kinds == kinds[-1]).all(dim=1)
-    first = len(kinds) - int(is_target.flip(0).cumprod(0).sum())  # SYNC: shapes depend on it
-    if kinds[-1, 0] != MINIMAX_VIDEO:
-        raise ValueError("token_tags: the video to generate must come last")
-    return first
+    """Count the tokens before the video to generate: the last tokens, all of one timestep."""
+    steps = arguments["timestep_indices"]  # (P + T,)
+    is_video = torch.zeros_like(steps).index_fill(0, arguments["video_indices"], 1)
+    is_target = is_video * (steps == steps[-1])
+    num_target_tokens = int(is_target.flip(0).cumprod(0).sum())  # SYNC: shapes depend on it
+    if not num_target_tokens:
+        raise ValueError("video_indices: the video to generate must come last")
+    return len(steps) - num_target_tokens
 
 
 def qwen_references(model: Any, arguments: Arguments) -> int:
