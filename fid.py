@@ -72,7 +72,7 @@ def score(request: ScoreConfig, node: Node, experiment: Experiment | None, launc
         suite.check_labels(labels, samples.name)
     with launch.exclusive_output(samples.out, (), request.overwrite):
         scored = launch.broadcast_from_main(samples.record)
-        scores = suite.score(samples.images, labels, cache)
+        scores = suite.score(samples.images, labels, cache, request.intervals)
         others = comparisons(suite, samples.count)
         if launch.is_main:
             show(scores, others)

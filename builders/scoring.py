@@ -42,6 +42,8 @@ class ScoreConfig(SamplingConfig):
     precision_recall: bool | None = None
     exact_distances: bool | None = None
     kid: bool | None = None
+    encoder_weights: str | None = None
+    intervals: int = 0  # number of random halves of the samples for standard errors; 0: none
     detector_batch_size: int | None = None
     features: str | None = None  # a folder for finished parts of features; None: next to the scores
     overwrite: bool = False
@@ -60,12 +62,19 @@ class ScoreConfig(SamplingConfig):
 SAMPLING_KEYS = {field.name for field in fields(SamplingConfig)} - {"num_samples"}
 # request -> the keys that apply, besides the keys of a suite, and the keys that must be given
 KEYS = {
-    "scoring samples in files": ({"suite", "num_samples"}, ("reference", "samples")),
-    "scoring a network": ({"suite", "num_samples", *SAMPLING_KEYS}, ("reference",)),
+    "scoring samples in files": ({"suite", "num_samples", "intervals"}, ("reference", "samples")),
+    "scoring a network": ({"suite", "num_samples", "intervals", *SAMPLING_KEYS}, ("reference",)),
     "mode=reference": ({"resolution"}, ("images", "out")),
 }
 # Name in the file of a suite -> key on the command line.
-SAME_KEYS = ("weights", "allow_unpublished_weights", "precision_recall", "exact_distances", "kid")
+SAME_KEYS = (
+    "weights",
+    "allow_unpublished_weights",
+    "precision_recall",
+    "exact_distances",
+    "kid",
+    "encoder_weights",
+)
 SUITE_KEYS = {key: key for key in SAME_KEYS} | {"batch_size": "detector_batch_size"}
 
 
@@ -258,14 +267,19 @@ def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
 
 
 def show(scores: Scores, others: dict[str, Scores]) -> None:
-    """Print the scores next to the scores for comparison, and their warnings."""
+    """Print the scores with their 95 % intervals and directions, the scores for comparison, and warnings."""
     rows = {"samples": scores, **others}
+    width = max(map(len, (*scores.values, *scores.left_out, "n")), default=0) + 1
     if others:
-        print(" " * 16 + "".join(f"{name:>16}" for name in rows))
-        print(f"{'n':16}" + "".join(f"{row.num_images:16}" for row in rows.values()))
+        print(" " * width + "".join(f"{name:>16}" for name in rows))
+        print(f"{'n':{width}}" + "".join(f"{row.num_images:16}" for row in rows.values()))
     for metric in scores.values:
-        print(f"{metric:16}" + "".join(f"{row.values.get(metric, np.nan):16.5g}" for row in rows.values()))
+        values = "".join(f"{row.values.get(metric, np.nan):16.5g}" for row in rows.values())
+        better = "higher" if metric in scores.higher_is_better else "lower"
+        error = scores.standard_errors.get(metric)
+        interval = "" if error is None else f"   samples ± {1.96 * error:.2g}"
+        print(f"{metric:{width}}{values}   {better} is better{interval}")
     for metric, reason in scores.left_out.items():
-        print(f"{metric:16}   left out: {reason}")
+        print(f"{metric:{width}}   left out: {reason}")
     for warning in scores.warnings:
         print(f"note: {warning}")

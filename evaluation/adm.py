@@ -1,7 +1,9 @@
 """The ADM suite: FID, sFID, inception score, precision and recall, and the kernel distance. [ADM]"""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from evaluation.detectors.encoders import Detectors, EncoderDetector
 from evaluation.detectors.inception import NOTHING_CHECKED, NUM_POOL_FEATURES, InceptionDetector
 from evaluation.metrics import Metric
 from evaluation.metrics.frechet import FrechetDistance
@@ -27,6 +29,9 @@ class AdmSuite(Suite):
         weights: file of the Inception network's weights.
         precision_recall, kid: also compute these scores, which need the features of all images.
         exact_distances: compute the distances of precision and recall in fp32; the original uses fp16.
+        encoders: names of encoders whose features are computed in the same pass, see detectors/encoders.py.
+        encoder_weights: folder of their weights.
+        metrics: further metrics.
     """
 
     def __init__(
@@ -41,22 +46,27 @@ class AdmSuite(Suite):
         exact_distances: bool,
         kid: bool,
         allow_unpublished_weights: bool,
+        encoders: list[str],
+        encoder_weights: str,
+        metrics: Mapping[str, Metric],
         launch: Launch,
         features: Path | None = None,
     ):
         detector = InceptionDetector(weights, launch.device, allow_unpublished_weights)
-        metrics: dict[str, Metric] = {
+        parts = {name: EncoderDetector(name, encoder_weights, launch.device) for name in encoders}
+        chosen: dict[str, Metric] = {
             "fid": FrechetDistance("fid", "pool"),
             "sfid": FrechetDistance("sfid", "spatial"),
             "is": InceptionScore(),
         }
         if precision_recall:
-            metrics["precision_recall"] = PrecisionRecall(exact_distances, launch.device)
+            chosen["precision_recall"] = PrecisionRecall(exact_distances, launch.device)
         if kid:
-            metrics["kid"] = KernelDistance()
+            chosen["kid"] = KernelDistance()
         options = {"num_samples": num_samples, "labels": labels, "batch_size": batch_size}
         options |= {"launch": launch, "features": features}
-        super().__init__(reference, detector=detector, metrics=metrics, **options)
+        detector = Detectors(detector, parts) if parts else detector
+        super().__init__(reference, detector=detector, metrics=chosen | dict(metrics), **options)
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
         """Raise a ValueError if images cannot be scored; `name` stands for them in the message."""

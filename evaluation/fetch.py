@@ -1,4 +1,4 @@
-"""Download the files of the ADM suite: the weights of the Inception network, and reference batches.
+"""Download files for scores: weights of the Inception network and of other encoders, and reference batches.
 
     python -m evaluation.fetch                                    lists them
     python -m evaluation.fetch "files=[inception,imagenet256]"    downloads them into evaluation_files/
@@ -15,6 +15,7 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from torch.hub import download_url_to_file
 
 from evaluation.files import PUBLISHED, PublishedFile
@@ -59,7 +60,10 @@ def fetch(published: PublishedFile, folder: Path) -> Path:
 def _check(file: Path, published: PublishedFile) -> None:
     if published.sha256 is None:
         # torch.hub does not notice a broken connection; a zip has its directory at the end.
-        if not zipfile.is_zipfile(file):
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as opened:  # it compares the length of the file with its header
+                opened.keys()
+        elif not zipfile.is_zipfile(file):
             raise ValueError(f"{file} is truncated, or not an .npz")
     elif (digest := sha256(file)) != published.sha256:
         raise ValueError(f"{file} has sha256 {digest}, must be {published.sha256}: not the published file")
@@ -86,7 +90,7 @@ def main(request: FetchConfig) -> None:
         published = PUBLISHED[name]
         try:
             file = fetch(published, folder)
-        except (OSError, http.client.HTTPException, RuntimeError, ValueError) as error:
+        except (OSError, http.client.HTTPException, RuntimeError, ValueError, SafetensorError) as error:
             expected = f" with sha256 {published.sha256}" if published.sha256 else ""
             copy = f"copy {published.url}{expected} to {folder / published.name}"
             by_hand = f"Without a connection, {copy}; `curl -C - -o FILE URL` resumes a broken download"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from evaluation.detectors.encoders import ENCODERS
 from runtime.files import files_in, hash_files, sha256
 
 # The state dict of the Inception network is published twice, under two names, with the same bytes.
@@ -15,16 +16,18 @@ class PublishedFile:
     """A file published by others.
 
     Args:
-        sha256: None: not published; the file is an .npz.
+        sha256: None: not published; the file is an .npz or .safetensors.
+        saved_as: name of the local file; None: the last part of the address.
     """
 
     url: str
     description: str
     sha256: str | None = None
+    saved_as: str | None = None
 
     @property
     def name(self) -> str:
-        return self.url.rpartition("/")[2]
+        return self.saved_as or self.url.rpartition("/")[2]
 
 
 PUBLISHED = {
@@ -45,6 +48,14 @@ PUBLISHED = {
         f"{BATCHES}/imagenet/256/admnet_guided_upsampled_imagenet256.npz",
         "50,000 samples of ADM-G and ADM-U whose scores are published, 9.2 GiB",
     ),
+}
+PUBLISHED |= {
+    name: PublishedFile(
+        f"https://huggingface.co/timm/{encoder.model}/resolve/main/model.safetensors",
+        f"weights of {encoder.model}, for suite=all",
+        saved_as=f"{encoder.model}.safetensors",
+    )
+    for name, encoder in ENCODERS.items()
 }
 
 

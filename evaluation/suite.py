@@ -21,9 +21,10 @@ from evaluation.features import (
     new_cache,
     part_size,
 )
+from evaluation.intervals import standard_errors
 from evaluation.metrics import Metric
 from evaluation.reference import STATISTICS, Reference
-from evaluation.statistics import FeatureStatistics
+from evaluation.statistics import AllFeatures, FeatureStatistics
 from runtime.files import sha256
 from runtime.launch import Launch
 from runtime.parts import PartCache, digest_of
@@ -38,6 +39,7 @@ class Scores:
     images_sha256: str = ""  # hash of the parts' image hashes
     cost_per_image: dict[str, float] | None = None  # None: the images were not drawn from a network
     values: dict[str, float] = field(default_factory=dict)
+    standard_errors: dict[str, float] = field(default_factory=dict)  # over the samples, see intervals.py
     higher_is_better: list[str] = field(default_factory=list)  # names of scores
     left_out: dict[str, str] = field(default_factory=dict)  # name of a score -> reason
     warnings: list[str] = field(default_factory=list)
@@ -134,12 +136,17 @@ class Suite:
         return new_cache(images, self._folder / f"{kind}-{digest_of(key)}", key, self.batch_size)
 
     def score(
-        self, images: Images, labels: np.ndarray | None = None, cache: PartCache | None = None
+        self,
+        images: Images,
+        labels: np.ndarray | None = None,
+        cache: PartCache | None = None,
+        num_halves: int = 0,
     ) -> Scores:
         """Return the scores of images, on the first rank. Collective.
 
         Args:
             cache: see `features.extract`.
+            num_halves: number of random halves for standard errors, see `intervals.py`; 0: none.
         """
         if labels is None and any(metric.needs_labels for metric in self.metrics):
             keys = [key for metric in self.metrics if metric.needs_labels for key in metric.keys]
@@ -148,6 +155,7 @@ class Suite:
             self._reference_features = self._extract_reference(), self._extract_held_out()
         reference, held_out = self._reference_features
         needs, num_images = {need for metric in self.metrics for need in metric.needs}, images.count
+        needs |= {(AllFeatures, name) for _, name in needs} if num_halves else set()
         samples = self._extract(images, needs, "features of samples", cache)
         if not self.launch.is_main:
             return Scores()
@@ -163,15 +171,20 @@ class Suite:
                 reason = no_images if metric.held_out else self._missing_reason(*missing[0])
                 scores.left_out |= {self.score_name(key, num_images): reason for key in metric.keys}
             else:
-                results = metric(compared, samples)
-                values = {self.score_name(key, num_images): value for key, value in results.items()}
+                values = self._named(metric(compared, samples), num_images)
                 scores.values |= values
                 scores.higher_is_better += list(values) if metric.higher_is_better else []
+                if num_halves:
+                    errors = standard_errors(metric, compared, samples, num_halves, self.launch.device)
+                    scores.standard_errors |= self._named(errors, num_images)
         return scores
 
     def score_name(self, key: str, num_images: int) -> str:
         """Return the name of a score; subclasses may append the sample count."""
         return key
+
+    def _named(self, values: Mapping[str, float], num_images: int) -> dict[str, float]:
+        return {self.score_name(key, num_images): value for key, value in values.items()}
 
     def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:
         """Return notes on how comparable the scores are."""

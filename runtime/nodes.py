@@ -109,8 +109,11 @@ def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any])
                 converted = OmegaConf.structured(schema(given[name]))
                 checked[name] = cast(dict[str, Any], OmegaConf.to_container(converted))[name]
             except OmegaConfBaseException as error:
-                expected = getattr(hints[name], "__name__", hints[name])
-                raise ValueError(f"{key}.{name}={given[name]!r} must be of type {expected}") from error
+                full_key, value, expected = name, given[name], hints[name]
+                if error.full_key and error.full_key != name:  # an item of a list or a dictionary
+                    full_key, value, expected = error.full_key, error.value, typing.get_args(expected)[-1]
+                expected = getattr(expected, "__name__", expected)
+                raise ValueError(f"{key}.{full_key}={value!r} must be of type {expected}") from error
         elif parameter.default is parameter.empty and plain is not Any:
             raise ValueError(f"{key}.{name} must be given: {target.__name__} needs it")
     return checked
@@ -118,6 +121,8 @@ def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any])
 
 def _plain(hint: Any) -> Any:
     """Return the part of a type hint that OmegaConf can check, or Any."""
+    if typing.get_origin(hint) in (dict, list):
+        return hint
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     plain = [option for option in options if option in (bool, int, float, str)]
     if len(plain) != 1:

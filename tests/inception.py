@@ -61,5 +61,6 @@ def adm_suite(detector, reference, **options):
     """Build an ADM suite with a detector of the test's."""
     defaults = {"precision_recall": True, "exact_distances": False, "kid": True, "batch_size": 8, **options}
     defaults = {"num_samples": 5, "labels": "random", "launch": ALONE, **defaults}
+    defaults = {"encoders": [], "encoder_weights": "", "metrics": {}, **defaults}
     with mock.patch("evaluation.adm.InceptionDetector", lambda *_: detector):
         return AdmSuite(reference, weights="", allow_unpublished_weights=True, **defaults)

@@ -119,7 +119,7 @@ def needs_path(option):
 def test_every_option_composes_and_builds(group, option, latents):
     extra = [f"data.path={latents}"] if needs_path(option) else []
     extra += ["data=latents", f"data.path={latents}"] if option == "adamw_latents" else []
-    extra += ["evaluation.reference=REFERENCE.npz"] if option in ("adm", "adm_5k") else []
+    extra += ["evaluation.reference=REFERENCE.npz"] if option in ("adm", "adm_5k", "all") else []
     extra += ["sampler=heun"] if group == "sampler/times" else []
     extra += ["diffusion=ddpm", "sampler.solve_on=null"] if option == "respaced" else []
     extra += ["diffusion=ddpm"] if (group, option) == ("sampler", "ddpm") else []

@@ -48,7 +48,7 @@ INPUTS = {"latents": (80, 16, 8, 8), "text": (80, 5, 48), "pooled": (80, 24), "m
 COMPLETE = {
     "train": "", "sample": "run=r", "fid": FILES, "encode": ENCODE, "convert": CONVERT,
     "finetune": FINETUNE, "data=imagenet256": IMAGENET, "evaluation=adm": ADM,
-    "guidance=auto": "guidance=auto guidance.weak_run=r",
+    "evaluation=all": "evaluation=all evaluation.reference=x", "guidance=auto": "guidance=auto guidance.weak_run=r",
 }  # fmt: skip
 # (programs, the rule in the message, values of single keys that break it). Keys without a value here or in KEYS
 # are only checked for their type.
@@ -232,7 +232,7 @@ RULES = [
     ("sample", "run=empty", "run=empty has no checkpoint yet"),
     ("sample", "run=unconditional class_label=0", "class_label=0 must be null for an unconditional network (num_classes=0)"),
     ("sample", "run=unconditional guidance_scale=2", "guidance_scale=2.0 must be 1 for an unconditional network"),
-    ("fid", f"{FILES} suite=none", "suite=none must be one of adm, adm_5k, digits, glyphs"),
+    ("fid", f"{FILES} suite=none", "suite=none must be one of adm, adm_5k, all, digits, glyphs"),
     ("fid", "samples=file", "reference must be given for scoring samples in files"),
     ("fid", f"{RUN} samples=file", "samples=file does not apply to scoring a network"),
     ("fid", f"{FILES} suite=digits kid=true", "kid=True does not apply to suite=digits"),
@@ -366,6 +366,8 @@ def wrong_values():
         ]
     by_hand = {(program, key_of(overrides)) for program, overrides, _ in rows}
     by_hand.add(("train", "optimizer.betas"))  # a list
+    rows.append(("train", "evaluation=all evaluation.reference=x evaluation.encoders=1", WRONG_TYPE))
+    by_hand.add(("train", "evaluation.encoders"))  # a list of texts, to which OmegaConf converts numbers
     for program in PROGRAMS:
         for key in keys_of(program):
             if key.endswith("._target_"):

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from evaluation.features import FeatureSet, Need
+from evaluation.statistics import AllFeatures
 
 Array = np.ndarray | torch.Tensor
 
@@ -44,6 +45,30 @@ class Metric:
         """Return the settings that the scores depend on."""
         settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return {"name": type(self).__name__} | {k: v for k, v in settings.items() if k != "needs"}
+
+
+class FeatureMetric(Metric):
+    """Base class of metrics that compare all features of samples with all features of a reference.
+
+    Args:
+        features: name of the detector's features.
+        max_images: use random parts of equal size, at most this many of each set; None: use all images.
+    """
+
+    def __init__(self, features: str, max_images: int | None = None):
+        self.features, self.max_images, self.needs = features, max_images, ((AllFeatures, features),)
+
+    def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
+        sets = [stats[AllFeatures, self.features].features for stats in (reference, samples)]
+        if self.max_images is not None:
+            size = min(self.max_images, *map(len, sets))
+            # Every call chooses the same ones.
+            sets = [x[np.sort(np.random.default_rng(0).permutation(len(x))[:size])] for x in sets]
+        return dict(zip(self.keys, self.compare(*sets), strict=True))
+
+    def compare(self, reference: np.ndarray, samples: np.ndarray) -> tuple[float, ...]:
+        """Return the scores of features (M, F) for a reference (N, F), in the order of `keys`."""
+        raise NotImplementedError
 
 
 def comparable(

@@ -3,25 +3,32 @@
 import numpy as np
 import torch
 
-from evaluation.features import FeatureSet
-from evaluation.metrics import Array, Metric, comparable
-from evaluation.statistics import AllFeatures
+from evaluation.metrics import Array, FeatureMetric, comparable
 
 
-class KernelDistance(Metric):
-    """The kernel distance of the pool features, over subsets of at most half of the smaller set."""
+class KernelDistance(FeatureMetric):
+    """The kernel distance of features, over subsets of at most half of the smaller set.
 
-    keys = ("kid", "kid_std")
-    needs = ((AllFeatures, "pool"),)
+    Args:
+        key: name of the score; its standard deviation over subsets is `KEY_std`.
+        features: name of the detector's features.
+    """
 
-    def __init__(self, subset_size: int = 1000, num_subsets: int = 100, seed: int = 0):
+    def __init__(
+        self,
+        key: str = "kid",
+        features: str = "pool",
+        subset_size: int = 1000,
+        num_subsets: int = 100,
+        seed: int = 0,
+    ):
+        super().__init__(features)
+        self.keys = (key, f"{key}_std")
         self.subset_size, self.num_subsets, self.seed = subset_size, num_subsets, seed
 
-    def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
-        theirs, ours = (stats[AllFeatures, "pool"].features for stats in (reference, samples))
-        subset_size = max(2, min(self.subset_size, min(len(theirs), len(ours)) // 2))
-        distance = kernel_distance(theirs, ours, subset_size, self.num_subsets, self.seed)
-        return dict(zip(self.keys, distance, strict=True))
+    def compare(self, reference: np.ndarray, samples: np.ndarray) -> tuple[float, float]:
+        subset_size = max(2, min(self.subset_size, min(len(reference), len(samples)) // 2))
+        return kernel_distance(reference, samples, subset_size, self.num_subsets, self.seed)
 
 
 def kernel_distance(

@@ -5,26 +5,24 @@ from math import isqrt
 import numpy as np
 import torch
 
-from evaluation.features import FeatureSet
-from evaluation.metrics import Array, Metric, comparable
+from evaluation.metrics import Array, FeatureMetric, comparable
 from evaluation.precision import strict_fp32
-from evaluation.statistics import AllFeatures
 
 MAX_BLOCK = 10_000
 BYTES_PER_DISTANCE = 20  # including the fp16 and fp32 copies and the sorted ones
 
 
-class PrecisionRecall(Metric):
+class PrecisionRecall(FeatureMetric):
     """Improved precision and recall.
 
     Args:
         features: name of the detector's features.
         exact: compute distances in fp32; the original rounds them to fp16.
         device: where to compute; None: on the CPU.
-        max_images: use random parts of equal size, at most this many of each set; None: use all images.
+        max_images: see FeatureMetric.
+        prefix: of the names of the scores.
     """
 
-    keys = ("precision", "recall")
     higher_is_better = True
 
     def __init__(
@@ -34,24 +32,15 @@ class PrecisionRecall(Metric):
         k: int = 3,
         features: str = "pool",
         max_images: int | None = None,
+        prefix: str = "",
     ):
-        self.max_images = max_images
-        self.k, self.exact, self.features, self._device = k, exact, features, device
-        self.needs = ((AllFeatures, features),)
+        super().__init__(features, max_images)
+        self.keys = (f"{prefix}precision", f"{prefix}recall")
+        self.k, self.exact, self._device = k, exact, device
         self.min_images = k + 1
 
-    def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
-        theirs, ours = (stats[AllFeatures, self.features].features for stats in (reference, samples))
-        if self.max_images is not None:
-            size = min(len(theirs), len(ours), self.max_images)
-            theirs, ours = (_random_part(features, size) for features in (theirs, ours))
-        scores = precision_recall(theirs, ours, k=self.k, exact=self.exact, device=self._device)
-        return dict(zip(self.keys, scores, strict=True))
-
-
-def _random_part(features: np.ndarray, size: int) -> np.ndarray:
-    """Return `size` of the features; every call chooses the same ones."""
-    return features[np.sort(np.random.default_rng(0).permutation(len(features))[:size])]
+    def compare(self, reference: np.ndarray, samples: np.ndarray) -> tuple[float, float]:
+        return precision_recall(reference, samples, k=self.k, exact=self.exact, device=self._device)
 
 
 def precision_recall(

@@ -1,0 +1,52 @@
+"""Standard errors of scores over the samples, from random halves of them. [Shao & Wu 1989]
+
+The bootstrap repeats images. A repeated image is its own nearest neighbour, which shifts all scores that look
+for neighbours. Halves are drawn without replacement.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from evaluation.features import FeatureSet
+from evaluation.metrics import Metric
+from evaluation.statistics import AllFeatures
+
+
+def standard_errors(
+    metric: Metric,
+    reference: FeatureSet,
+    samples: FeatureSet,
+    num_halves: int,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, float]:
+    """Return the standard error of each score of a metric; the reference counts as exact.
+
+    Args:
+        samples: with AllFeatures of all features that the metric uses.
+        num_halves: number of halves, at least 2; 20 give a relative error of about 16 %.
+    """
+    rng = np.random.default_rng(seed)
+    num_images = len(samples[AllFeatures, metric.needs[0][1]].features)
+    num_used = min(num_images, getattr(metric, "max_images", None) or num_images)
+    size = max(num_used // 2, metric.min_images)
+    rows = [
+        metric(reference, _part(samples, metric.needs, np.sort(rng.permutation(num_images)[:size]), device))
+        for _ in range(num_halves)
+    ]
+    # var = size / num_used / (1 - size / n) * the variance over parts of this size; 1 for halves
+    factor = size / num_used / (1 - size / num_images)
+    return {key: float(np.sqrt(factor * np.var([row[key] for row in rows], ddof=1))) for key in rows[0]}
+
+
+def _part(
+    samples: FeatureSet, needs: Sequence[tuple[type, str]], ids: np.ndarray, device: torch.device | str
+) -> FeatureSet:
+    part = FeatureSet(labels=None if samples.labels is None else samples.labels[ids])
+    for kind, name in needs:
+        features = samples[AllFeatures, name].features[ids]
+        part.statistics[kind, name] = kind(features.shape[-1], device, len(ids))
+        part[kind, name].update(features, 0)
+    return part

@@ -1,0 +1,32 @@
+"""The share of samples that are not close copies of real images. [AuthPct]"""
+
+import numpy as np
+
+from evaluation.metrics import Array, FeatureMetric, comparable
+from evaluation.metrics.neighbours import nearest
+
+
+class Authenticity(FeatureMetric):
+    """The share of samples that are farther from the nearest real image than this image from any other.
+
+    Copies of the reference have 0, new images of the same distribution about 0.5; AuthPct is 100 times it.
+    """
+
+    keys = ("authenticity",)
+    higher_is_better = True
+
+    def compare(self, reference: np.ndarray, samples: np.ndarray) -> tuple[float]:
+        return (authenticity(reference, samples),)
+
+
+def authenticity(reference_features: Array, sample_features: Array) -> float:
+    """Return the authenticity of samples (M, F) for a reference (N, F).
+
+    Raises:
+        ValueError: fewer than 2 features, different feature lengths, or features that are not finite.
+    """
+    reference, samples = comparable(reference_features, sample_features, at_least=2)
+    closest, to_reference = (values[:, 0] for values in nearest(samples, reference, 1))
+    # The nearest neighbour of a real image, after itself.
+    within = nearest(reference[closest], reference, 2)[1][:, 1]
+    return float((to_reference > within).double().mean())

@@ -1,0 +1,38 @@
+"""The distance of CLIP features by a Gaussian kernel. [CMMD]"""
+
+import numpy as np
+import torch
+
+from evaluation.metrics import Array, FeatureMetric, comparable
+from evaluation.metrics.neighbours import distances
+
+SIGMA, SCALE = 10.0, 1000.0
+
+
+class Cmmd(FeatureMetric):
+    """The maximum mean discrepancy of unit features with a Gaussian kernel, biased, times 1,000."""
+
+    keys = ("cmmd",)
+
+    def compare(self, reference: np.ndarray, samples: np.ndarray) -> tuple[float]:
+        return (cmmd(reference, samples),)
+
+
+def cmmd(reference_features: Array, sample_features: Array) -> float:
+    """Return the CMMD of two sets of features (N, F) and (M, F).
+
+    Raises:
+        ValueError: no features, different feature lengths, or features that are not finite.
+    """
+    x, y = (
+        torch.nn.functional.normalize(features.double(), dim=1)
+        for features in comparable(reference_features, sample_features, at_least=1)
+    )
+    # MMD^2 = E k(x, x') + E k(y, y') - 2 E k(x, y), pairs of an image with itself included
+    return SCALE * (_mean_kernel(x, x) + _mean_kernel(y, y) - 2 * _mean_kernel(x, y))
+
+
+def _mean_kernel(a: torch.Tensor, b: torch.Tensor) -> float:
+    # k(a, b) = exp(-|a - b|^2 / (2 sigma^2))
+    sums = (block.square().div(-2 * SIGMA**2).exp().sum() for block in distances(a, b))
+    return float(sum(sums, torch.zeros((), dtype=torch.float64))) / (len(a) * len(b))

@@ -1,0 +1,45 @@
+"""Density and coverage. [PRDC]"""
+
+import numpy as np
+import torch
+
+from evaluation.metrics import Array, FeatureMetric, comparable
+from evaluation.metrics.neighbours import distances, nearest
+
+
+class DensityCoverage(FeatureMetric):
+    """How many balls of real images contain a sample on average, and the share of balls that contain one.
+
+    The ball of a real image reaches to its k-th nearest neighbour among the real images. Unlike recall,
+    coverage does not use balls of samples, which outliers enlarge.
+
+    Args:
+        features, max_images: see FeatureMetric.
+    """
+
+    keys = ("density", "coverage")
+    higher_is_better = True
+
+    def __init__(self, features: str, k: int = 5, max_images: int | None = None):
+        super().__init__(features, max_images)
+        self.k, self.min_images = k, k + 1
+
+    def compare(self, reference: np.ndarray, samples: np.ndarray) -> tuple[float, float]:
+        return density_coverage(reference, samples, self.k)
+
+
+def density_coverage(reference_features: Array, sample_features: Array, k: int = 5) -> tuple[float, float]:
+    """Return density and coverage of samples (M, F) for a reference (N, F).
+
+    Raises:
+        ValueError: a set has at most k members, feature lengths differ, or a feature is not finite.
+    """
+    reference, samples = comparable(reference_features, sample_features, at_least=k + 1)
+    radii = nearest(reference, reference, k + 1)[1][:, k]  # the first neighbour is the image itself
+    num_inside, is_covered = 0, torch.zeros(len(reference), dtype=torch.bool)
+    for block in distances(samples, reference):
+        inside = block < radii  # (rows, N)
+        num_inside += int(inside.sum())
+        is_covered |= inside.any(dim=0)
+    # density = sum_j sum_i 1[|y_j - x_i| < r_i] / (k M)
+    return num_inside / (k * len(samples)), float(is_covered.double().mean())

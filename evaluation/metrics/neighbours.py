@@ -1,0 +1,25 @@
+"""Nearest neighbours among features, exact to fp64."""
+
+from collections.abc import Iterator
+
+import torch
+
+ROWS = 1000  # rows of distances in memory at a time
+
+
+def distances(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield blocks of rows of the distances (N, M) between features (N, F) and (M, F)."""
+    a, b = a.double(), b.double()
+    for rows in a.split(ROWS):
+        yield torch.cdist(rows, b)
+
+
+def nearest(a: torch.Tensor, b: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and distances (N, k) of the k nearest of b (M, F) to each of a (N, F), nearest first.
+
+    The distance of equal features is exactly 0, which it is not in `torch.cdist`.
+    """
+    a, b = a.double(), b.double()
+    indices = torch.cat([block.topk(k, largest=False).indices for block in distances(a, b)])
+    exact = torch.stack([(b[column] - a).norm(dim=1) for column in indices.T], dim=1)
+    return indices, exact

@@ -1,0 +1,45 @@
+"""The Vendi score, an effective number of different images. [Vendi]"""
+
+import torch
+
+from evaluation.features import FeatureSet
+from evaluation.metrics import Array, Metric
+from evaluation.statistics import AllFeatures
+
+
+class VendiScore(Metric):
+    """The effective number of different samples; it uses no reference.
+
+    Args:
+        features: name of the detector's features.
+    """
+
+    keys = ("vendi",)
+    higher_is_better = True
+    needs_of_reference = ()
+
+    def __init__(self, features: str):
+        self.features, self.needs = features, ((AllFeatures, features),)
+
+    def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
+        return {"vendi": vendi_score(samples[AllFeatures, self.features].features)}
+
+
+def vendi_score(features: Array) -> float:
+    """Return the exponential of the entropy of the eigenvalues of X X^T / N, for unit rows X (N, F).
+
+    N orthogonal features have N, equal features 1.
+
+    Raises:
+        ValueError: a feature is zero or not finite.
+    """
+    x = torch.as_tensor(features).double()
+    norms = x.norm(dim=1, keepdim=True)
+    if not (norms.isfinite().all() and norms.min() > 0):
+        raise ValueError("the Vendi score needs features that are finite and not zero")
+    x = x / norms
+    # X X^T and X^T X have the same eigenvalues, except zeros.
+    gram = x @ x.T if len(x) < x.shape[1] else x.T @ x
+    values = torch.linalg.eigvalsh(gram / len(x)).clamp(min=0)
+    # exp(-sum v log v)
+    return float((-torch.special.xlogy(values, values).sum()).exp())
