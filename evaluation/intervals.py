@@ -1,7 +1,8 @@
-"""Standard errors of scores over the samples, from random halves of them. [Shao & Wu 1989]
+"""Standard errors of scores over the samples, from random halves of them.
 
 The bootstrap repeats images. A repeated image is its own nearest neighbour, which shifts all scores that look
-for neighbours. Halves are drawn without replacement.
+for neighbours. Halves are drawn without replacement (the jackknife that deletes half of the data, of Shao and
+Wu, Annals of Statistics 1989).
 """
 
 from collections.abc import Sequence

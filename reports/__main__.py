@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from reports.page import comparison_notes, page
-from reports.runs import Run, as_csv, as_text, group_runs, printable, sections, table
+from reports.runs import Run, as_csv, as_text, changes, group_runs, printable, sections, table
 from runtime.config import command, run_main
 from runtime.files import write_text
 from training.run_folder import RunFolder
@@ -75,7 +75,8 @@ def _read_several(folders: Sequence[RunFolder]) -> list[Run]:
 def _print_tables(runs: Sequence[Run]) -> None:
     for data, arms in sections(group_runs(runs)).items():
         notes = "".join(f"{note}\n" for note in comparison_notes(arms))
-        print(f"{printable(data)}\n{as_text(table(arms))}\n{printable(notes)}")
+        tables = "\n\n".join(as_text(rows) for rows in (table(arms), changes(arms)) if rows)
+        print(f"{printable(data)}\n{tables}\n{printable(notes)}")
 
 
 main = command("reports", ReportsConfig, __doc__)(write_reports)

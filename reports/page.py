@@ -18,6 +18,7 @@ from reports.runs import (
     Arm,
     Lines,
     Run,
+    changes,
     differences,
     group_runs,
     sections,
@@ -74,6 +75,8 @@ def _tables(arms: Sequence[Arm]) -> Iterable[str]:
     yield from (f"<p><strong>{escape(line)}</strong></p>" for line in comparison_notes(arms))
     yield _wide(table(arms))
     if len(arms) > 1:
+        yield f"<h3>Differences from {escape(arms[0].name)}</h3>"
+        yield _wide(changes(arms))
         yield "<h3>What differs</h3>"
         keys = differences(arms)
         yield _wide([{"key": k} | {arm.name: arm.runs[0].settings.get(k, "") for arm in arms} for k in keys])

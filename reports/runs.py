@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from reports.effects import Effect, effect_of
 from runtime.files import parse_json, read_bounded, read_json
 from runtime.provenance import flatten
 from runtime.tables import aligned, csv_text
@@ -247,6 +248,32 @@ def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
                 row[key] = f"{middle:.4g}" + (f" ± {half:.1g}" if len(values) > 1 else "")
         rows.append(row)
     return rows
+
+
+def changes(arms: Sequence[Arm]) -> list[dict[str, str]]:
+    """Return a row for each arm but the first: is its difference from the first larger than the noise?
+
+    The noise is the spread of trainings that differ in the seed, pooled over all arms unless it differs.
+    """
+    rows = []
+    for arm in arms[1:]:
+        row = {"arm": f"{arm.name} - {arms[0].name}", "n": f"{len(arm.runs)}, {len(arms[0].runs)}"}
+        for key in shown_keys(arms):
+            pair = [one.values(key) for one in (arm, arms[0])]
+            if all(pair):
+                others = [other.values(key) for other in arms if other not in (arm, arms[0])]
+                row[key] = _judged(effect_of(pair, (1, -1), [group for group in others if group]))
+        rows.append(row)
+    return rows
+
+
+def _judged(effect: Effect) -> str:
+    if not math.isfinite(effect.high):
+        return f"{effect.value:+.3g}, noise unknown: more seeds are needed"
+    judgement = "larger than the noise"
+    if effect.low <= 0 <= effect.high:
+        judgement = f"within the noise; {effect.seeds or 'more than 1,000'} seeds of each arm would decide"
+    return f"{effect.value:+.3g} [{effect.low:+.2g}, {effect.high:+.2g}]: {judgement}"
 
 
 def shown_keys(arms: Sequence[Arm]) -> list[str]:

@@ -19,9 +19,10 @@ import yaml
 
 from benchmarks.processes import program_parser
 from benchmarks.results import markdown, read_environment, read_results
+from reports.effects import Effect, effect_of
 from runtime.files import atomic_write, write_text
 from runtime.provenance import PROJECT
-from study.records import DISTANCES, EXCESS, RATIOS, Effect, Records, compare, effect_of, holm, score_of
+from study.records import DISTANCES, EXCESS, RATIOS, Records, compare, holm, score_of
 from study.twins import LOSS, STUDIES, UNGUIDED, search_losses
 
 SEEN, OPPOSITE, UNDECIDED, UNTESTABLE = "seen", "opposite seen", "undecided", "not testable here"

@@ -21,6 +21,7 @@ SMALL = {
     "conv": Encoder("test_convnext.r160_in1k", 64, "plain", "mean", 64),
     "projected": Encoder("test_vit2.r160_in1k", 48, "pil", "projected", 1000),
 }
+FEW = {"pool": 32, "spatial": 24, "probs": 8}
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 40, 40, 3), dtype=np.uint8)
 
 
@@ -134,7 +135,7 @@ def test_one_pass_extracts_the_features_of_all_encoders(folder, tmp_path):
             "metrics": metrics,
             "features": cache,
         }
-        suite = adm_suite(Counting(), open_reference(tmp_path / "real.npz", open_images), **options)
+        suite = adm_suite(Counting(FEW), open_reference(tmp_path / "real.npz", open_images), **options)
         kept = cache and suite.cache("samples", {"samples": "x"}, samples)
         return suite.score(samples, None, kept).values
 

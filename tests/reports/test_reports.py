@@ -9,11 +9,23 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy.stats import t
 
 from reports.__main__ import ReportsConfig, main, write_reports
 from reports.page import constants, levels_of, page, panels_of, pictures_of, status_line
-from reports.runs import MAX_NAME, Run, as_csv, as_text, group_runs, mean_and_half, read_metrics, table
+from reports.runs import (
+    MAX_NAME,
+    Run,
+    as_csv,
+    as_text,
+    changes,
+    group_runs,
+    mean_and_half,
+    read_metrics,
+    table,
+)
 from tests.runs import composed, metrics
 from training.recorder import LEVEL
 from training.run_folder import RunFolder
@@ -261,6 +273,30 @@ def test_a_comparison_is_one_page_and_one_csv_line_per_run(compared, capsys):
     losses = [float(row["val_loss_dense_ema"]) for row in rows[:2]]
     middle, half = mean_and_half(losses)
     assert f"{middle:.4g} ± {half:.1g}" in printed and "left out" not in printed
+
+
+def arms_of(compared, *groups):
+    """The arms of the compared runs, with other losses: one list for each arm."""
+    arms = group_runs([Run(RunFolder(run)) for run in compared])
+    for arm, losses in zip(arms, groups, strict=True):
+        arm.runs = arm.runs[: len(losses)]
+        for run, loss in zip(arm.runs, losses, strict=True):
+            run.__dict__["newest"] = {"loss": loss}
+    return arms
+
+
+def test_a_difference_is_compared_with_the_noise_of_retraining(compared):
+    (row,) = changes(arms_of(compared, [1.0, 1.1], [3.0, 3.1]))
+    assert row["arm"] == "tread - dit" and row["n"] == "2, 2"
+    half = 4.302653 * np.sqrt(2 * 0.1**2 / 2 / 2)  # Student's t, two degrees of freedom
+    assert row["loss"] == f"+2 [{2 - half:+.2g}, {2 + half:+.2g}]: larger than the noise"
+    (row,) = changes(arms_of(compared, [1.0, 1.2], [1.1, 1.4]))
+    variance = (0.1**2 + 0.15**2) / 2 * 2 * 2  # of the difference, times n
+    n = next(n for n in range(2, 99) if t.ppf(0.975, 2 * n - 2) * np.sqrt(variance / n) < 0.15)
+    assert row["loss"].endswith(f": within the noise; {n} seeds of each arm would decide")
+    (row,) = changes(arms_of(compared, [1.0], [1.5]))
+    assert row["loss"] == "+0.5, noise unknown: more seeds are needed"
+    assert changes(arms_of(compared, [1.0, 1.1], [3.0, 3.1])[:1]) == []
 
 
 @pytest.mark.usefixtures("few_panels")

@@ -11,11 +11,12 @@ import torch
 from scipy import stats
 
 from benchmarks.results import Record
+from reports.effects import effect_of, seeds_to_decide
 from runtime.provenance import environment
 from study import claims
 from study.baselines import TASKS
 from study.claims import OPPOSITE, SEEN, UNDECIDED, UNTESTABLE, Bound, Comparison
-from study.records import EARLIER, EXCESS, Records, between, compare, effect_of, holm, seeds_to_decide
+from study.records import EARLIER, EXCESS, Records, between, compare, holm
 from study.twins import LOSS, STUDIES
 from tests.programs import ROOT
 

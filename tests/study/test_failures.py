@@ -1,0 +1,79 @@
+"""The damages do what they say, the table judges them, and the page has the table of the record."""
+
+import numpy as np
+import pytest
+
+from benchmarks.results import read_results
+from study.failures import FAILURES, NONE, blur, copy, drop_class, measure, mix_classes, table
+from tests.programs import ROOT
+
+RNG = np.random.default_rng(0)
+(RECORD,) = (ROOT / "study/results").glob("failures_*.csv")
+
+
+def a_set(n, seed=0):
+    images = np.random.default_rng(seed).integers(0, 256, (n, 8, 8, 1), dtype=np.uint8)
+    return images, np.arange(n) % 20
+
+
+def found(images, among):
+    """Which of the images are among others."""
+    known = {image.tobytes() for image in among}
+    return np.array([image.tobytes() in known for image in images])
+
+
+def test_damages_keep_the_size_and_change_what_they_say():
+    real, train = a_set(100), a_set(300, seed=1)
+    for name, damage in FAILURES.items():
+        images, labels = damage(real, train, RNG)
+        assert images.shape[1:] == (8, 8, 1) and images.dtype == np.uint8 and len(images) == len(labels)
+        assert len(images) == (20 if "a fifth" in name else 100)
+    images, labels = drop_class(real, train, RNG)
+    assert set(labels) == set(range(20)) - {0, 10} and found(images, real[0]).all()
+    assert found(copy(real, train, RNG)[0], train[0]).all()
+    assert not found(mix_classes(real, train, RNG)[0], real[0]).all()
+    assert blur(real, train, RNG)[0].std() < 0.7 * real[0].std()
+
+
+def test_a_score_notices_a_change_of_three_standard_errors():
+    def row(score, failure, value, higher):
+        return {
+            "score": score,
+            "failure": failure,
+            "value": value,
+            "standard_error": 1.0,
+            "higher_is_better": higher,
+        }
+
+    rows = [row("fd", NONE, 1.0, False), row("fd", "blur", 5.3, False), row("fd", "copies", -5.0, "False")]
+    rows += [
+        row("recall", NONE, 1.0, "True"),
+        row("recall", "blur", 5.2, True),
+        row("recall", "copies", -9, True),
+    ]
+    assert table(rows).splitlines()[2:] == [
+        "| `fd` | 1 ± 1 | 5.3 **worse** | -5 better |",
+        "| `recall` | 1 ± 1 | 5.2 - | -9 **worse** |",
+    ]
+
+
+def test_the_page_has_the_tables_of_the_record():
+    rows = read_results(RECORD)
+    tables = [
+        f"**{task}**\n\n{table([r for r in rows if r['setting'] == task])}" for task in ("digits", "glyphs")
+    ]
+    page = (ROOT / "evaluation/README.md").read_text()
+    assert "<!-- study.failures -->\n" + "\n\n".join(tables) + "\n<!-- end -->" in page
+    assert all(row["commit"] in page for row in rows)
+
+
+@pytest.mark.slow
+def test_the_record_can_be_measured_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it writes the digits
+    rows = {(row["failure"], row["score"]): row for row in read_results(RECORD) if row["setting"] == "digits"}
+    for row in measure("digits"):
+        recorded = rows[row["failure"], row["score"]]
+        assert row["value"] == pytest.approx(float(recorded["value"]), rel=0.01, abs=0.01)
+    values = {key: float(row["value"]) for key, row in rows.items()}
+    assert values["copies of training images", "authenticity"] == 0
+    assert values["copies of training images", "memorised"] == 1
