@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import torch
 
-ROWS = 1000  # rows of distances in memory at a time
+MAX_DISTANCES = 2**26  # in memory at a time
 
 
 def distances(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield blocks of rows of the distances (N, M) between features (N, F) and (M, F)."""
     a, b = a.double(), b.double()
-    for rows in a.split(ROWS):
+    for rows in a.split(max(1, MAX_DISTANCES // len(b))):
         yield torch.cdist(rows, b)
 
 

@@ -28,6 +28,7 @@ from evaluation import (
 from evaluation.detectors.encoders import EncoderDetector
 from evaluation.features import FeatureSet
 from evaluation.intervals import standard_errors
+from evaluation.metrics import neighbours
 from evaluation.statistics import AllFeatures, FeatureStatistics
 
 RNG = np.random.default_rng(0)
@@ -45,8 +46,9 @@ def feature_set(x, name="x", labels=None):
     return FeatureSet(found, labels=labels)
 
 
-@pytest.mark.parametrize("sizes", [(40, 30), (30, 1100)])  # 1,100: more than one block of rows
-def test_density_and_coverage_follow_their_definition(sizes):
+@pytest.mark.parametrize("sizes", [(40, 30), (30, 1100)])
+def test_density_and_coverage_follow_their_definition(sizes, monkeypatch):
+    monkeypatch.setattr(neighbours, "MAX_DISTANCES", 1000)  # several blocks of rows
     real, fake = features(sizes[0]), features(sizes[1], shift=0.4, seed=1)
     within, between = cdist(real, real), cdist(real, fake)
     radii = np.sort(within, axis=1)[:, 5]  # [0] is the image itself
@@ -85,7 +87,8 @@ def test_copies_of_the_training_set_have_authenticity_0_and_new_images_about_a_h
     assert authenticity(real, features(300, 3, seed=1) * 1e3) == pytest.approx(0.5, abs=0.1)
 
 
-def test_cmmd_follows_its_definition():
+def test_cmmd_follows_its_definition(monkeypatch):
+    monkeypatch.setattr(neighbours, "MAX_DISTANCES", 10_000)
     x, y = features(1200), features(30, shift=0.5, seed=1)
     unit_x, unit_y = (a / np.linalg.norm(a, axis=1, keepdims=True) for a in (x, y))
 
