@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.processes import record_all, start_program, study_parser
+from benchmarks.processes import program_parser, record_all, start_program
 from benchmarks.results import Record, Rows, markdown, read_environment, read_results
 from benchmarks.runs import compose
 from models import cost_of
@@ -133,7 +133,10 @@ COLUMNS = {
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser("study.twins", __doc__)
+    parser = program_parser("study.twins", __doc__)
+    parser.add_argument("out", type=Path, help="folder of the runs and the records")
+    parser.add_argument("--tiny", action="store_true", help="rehearse the same code at small sizes")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once, sharing the cores (default: 2)")
     on_cpu = [name for name, study in STUDIES.items() if not study.gpu]
     parser.add_argument(
         "studies", nargs="*", metavar="study", help=f"of {', '.join(STUDIES)} (default: all on a CPU)"
