@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
 from typing import Any
@@ -92,6 +93,7 @@ def most_graphs(num_lengths: int) -> int:
     return 2 * num_lengths + 4
 
 
+@dataclass(eq=False, repr=False)
 class SpeedCheck:
     """Compare the speed-up of the routes with what the cost model predicts.
 
@@ -100,16 +102,11 @@ class SpeedCheck:
         predict: predict(ratios) returns the speed-up that the cost model predicts.
     """
 
-    def __init__(
-        self,
-        losses: Callable[[tuple[float, ...]], torch.Tensor],
-        precond: nn.Module,
-        predict: Callable[[tuple[float, ...]], float],
-        device: torch.device,
-        recorder: Recorder,
-    ):
-        self.losses, self.precond, self.predict = losses, precond, predict
-        self.device, self.recorder = device, recorder
+    losses: Callable[[tuple[float, ...]], torch.Tensor]
+    precond: nn.Module
+    predict: Callable[[tuple[float, ...]], float]
+    device: torch.device
+    recorder: Recorder
 
     def __call__(self, ratios: tuple[float, ...]) -> None:
         """Measure the speed-up at `ratios`, record it and show it."""
