@@ -27,6 +27,17 @@ PEAK_FLOPS = {  # bf16, dense, from NVIDIA's specifications
 PRODUCT_SIZES = {"cuda": 8192, "cpu": 1536}  # side of square matrices that keep a device busy
 
 
+def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
+    """Time a call until the device has finished, in seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # SYNC: wait for the device
+    start = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # SYNC: wait for the device
+    return time.perf_counter() - start
+
+
 def interleaved_seconds(
     functions: Mapping[Any, Callable[[], Any]], device: torch.device, repeats: int
 ) -> dict[Any, list[float]]:
@@ -34,12 +45,9 @@ def interleaved_seconds(
     times = {name: [] for name in functions}
     for repeat in range(repeats + 1):
         for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if device.type == "cuda":
-                torch.cuda.synchronize()  # SYNC: wait for the device
+            sec = seconds_of(function, device)
             if repeat:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(sec)
     return times
 
 
