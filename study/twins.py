@@ -174,18 +174,15 @@ def main() -> None:
     sys.exit(bool(failures))
 
 
-def arms_of(study: Study, request: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """Return the overrides of the chosen arms by name. The name of a changed arm contains the change."""
-    arms = {name: keys for name, keys in study.arms.items() if request.arms is None or name in request.arms}
-    return {", ".join([name, *request.change]): (*keys, *request.change) for name, keys in arms.items()}
-
-
 class Work:
     """The trainings of a study: first the searches, then all arms of one seed after the other."""
 
     def __init__(self, name: str, study: Study, request: argparse.Namespace, record: Record):
         self.name, self.study, self.request, self.record = name, study, request, record
-        self.arms = arms_of(study, request)
+        change, chosen = request.change, request.arms or study.arms
+        arms = {name: keys for name, keys in study.arms.items() if name in chosen}
+        # The name of a changed arm contains the change.
+        self.arms = {", ".join([name, *change]): (*keys, *change) for name, keys in arms.items()}
         self.steps = TINY_STEPS if request.tiny else study.steps
         self.every = max(1, self.steps // (2 if request.tiny else study.evaluations))
         task = (f"data={study.data}", *study.task)
