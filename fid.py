@@ -7,7 +7,6 @@ glyphs or your own; or make a reference. The scores are saved in JSON with a rec
     python fid.py suite=digits samples=FILE.npz reference=latents/digits
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,11 @@ from builders.scoring import (
 )
 from builders.sweep import summarise
 from runtime.config import as_job, is_sweep, run_main, user_mistakes
-from runtime.files import finite, read_json, write_json
+from runtime.files import read_json, write_json
 from runtime.launch import Launch
 from runtime.machine import PATIENCE, start_process
 from runtime.nodes import Node
+from runtime.parts import as_json
 from runtime.provenance import environment
 
 configuration.register("fid", ScoreConfig)
@@ -88,7 +88,7 @@ def is_scored(samples: FileSamples | NetworkSamples, described: dict[str, Any]) 
     """True if the same samples have the same scores on disk."""
     if not samples.out.is_file() or not isinstance(saved := read_json(samples.out), dict):
         return False
-    record = json.loads(json.dumps(finite({**described, "samples": samples.record()})))
+    record = as_json({**described, "samples": samples.record()})
     return {key: saved.get(key) for key in record} == record
 
 

@@ -28,15 +28,6 @@ def program_parser(module: str, description: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(f"python -m {module}", description=description, formatter_class=raw)
 
 
-def study_parser(module: str, description: str) -> argparse.ArgumentParser:
-    """Return a parser for a program that trains and records many runs."""
-    parser = program_parser(module, description)
-    parser.add_argument("out", type=Path, help="folder of the runs and the records")
-    parser.add_argument("--tiny", action="store_true", help="rehearse the same code at small sizes")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once, sharing the cores (default: 2)")
-    return parser
-
-
 def record_all(calls: Mapping[str, Callable[[], Rows]], record: Record, jobs: int) -> None:
     """Call the functions of the settings that are not in a record yet, and add their rows or errors to it.
 

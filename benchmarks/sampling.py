@@ -18,12 +18,12 @@ import torch.nn as nn
 from benchmarks.processes import Answers, Worker, take_turns
 from benchmarks.results import Rows, spread
 from benchmarks.runs import compose, perturb
-from benchmarks.train_step import peaks_of, seconds_of
+from benchmarks.train_step import peaks_of
 from builders.drawing import LEFT_OPEN, Drawing, DrawOptions, ImageModel
 from diffusion import CFG, edm_sampler
 from models import cost_of
 from runtime.machine import peak_gib, start_process
-from training.speed import speedup
+from training.speed import seconds_of, speedup
 
 GUIDANCE_SCALE, NUM_STEPS, REPEATS = 1.5, 40, 5
 NUM_TIMED = 3  # evaluations per call: two Heun steps

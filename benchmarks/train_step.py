@@ -12,7 +12,6 @@ a separate process, and the processes take turns. First, loss and gradients are 
 
 import gc
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -35,7 +34,7 @@ from runtime.machine import peak_gib, reset_peak, start_process
 from runtime.provenance import environment
 from runtime.tables import aligned
 from training.run_folder import depends_on_total_steps
-from training.speed import PRODUCT_SIZES, product_flops_per_sec, specified_peak, speedup
+from training.speed import PRODUCT_SIZES, product_flops_per_sec, seconds_of, specified_peak, speedup
 from training.trainer import Trainer
 
 REPEATS = {"cpu": 9, "cuda": 5}
@@ -311,17 +310,6 @@ def _hand_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # for the other processes
-
-
-def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
-    """Time a call until the device has finished, in seconds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

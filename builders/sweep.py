@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from runtime.files import atomic_write, read_json
+from runtime.files import read_json, write_text
 from runtime.provenance import flatten
 
 TABLE = "sweep.md"
@@ -27,8 +27,7 @@ def summarise(newest: Path) -> Path | None:
         return None
     rows = _rows([_chosen(record) for record in records])
     table = newest.with_name(TABLE)
-    with atomic_write(table) as partial:
-        partial.write_text(_heading(first) + _markdown(rows, records))
+    write_text(table, _heading(first) + _markdown(rows, records))
     return table
 
 

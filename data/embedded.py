@@ -10,15 +10,15 @@ import torch
 
 from data.encoders import IdentityEncoder
 from data.latents import LatentDataset, open_latents, split
-from data.manifest import FILES, LatentManifest
+from data.manifest import FILES, LatentManifest, read_manifest
 from data.writer import LatentWriter
 from runtime.lock import Lock
 
 NUM_DIGITS, NUM_HELD_OUT_DIGITS = 1797, 297
 
 
-def write_once(path: str, write: Callable[[], None]) -> None:
-    """Write the folder `path` unless it exists."""
+def write_once(path: str, origin: dict[str, Any], write: Callable[[], None]) -> None:
+    """Write the folder `path` unless it exists; raise a ValueError if it was written with other settings."""
     folder = Path(path)
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -26,17 +26,13 @@ def write_once(path: str, write: Callable[[], None]) -> None:
         with Lock(folder.with_name(f".{folder.name}.first"), f"data.path={path}", wait_sec=math.inf):
             if not folder.exists():
                 write()
-
-
-def check_origin(dataset: LatentDataset, path: str, origin: dict[str, Any]) -> LatentDataset:
-    """Return the data set; raise a ValueError if its folder was written with other settings."""
+    written = read_manifest(path).origin or {}
     for key, expected in origin.items():
-        stored = (dataset.manifest.origin or {}).get(key)
+        stored = written.get(key)
         if stored != expected:
             given, rule = ("null" if value is None else value for value in (expected, stored))
             rule = f"{rule}, as in {path}/{FILES['manifest']}: or set another data.path"
             raise ValueError(f"data.{key}={given} must be {rule}")
-    return dataset
 
 
 def write_pixels(
@@ -96,9 +92,9 @@ def digits(
     most = NUM_DIGITS - NUM_HELD_OUT_DIGITS
     if num_images is not None and not 0 < num_images <= most:
         raise ValueError(f"data.num_images={num_images} must be in [1, {most}], or null for all")
-    write_once(path, lambda: _write_digits(path, foreground_masks, num_images))
-    dataset = open_latents(path, input_size, in_channels, num_classes)
-    return check_origin(dataset, path, {"num_images": num_images})
+    origin = {"num_images": num_images}
+    write_once(path, origin, lambda: _write_digits(path, foreground_masks, num_images))
+    return open_latents(path, input_size, in_channels, num_classes)
 
 
 def _write_digits(path: str, foreground_masks: bool, num_images: int | None) -> None:

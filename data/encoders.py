@@ -127,7 +127,6 @@ def encoder_for(
     device: torch.device,
     encoder: str | None = None,
     allow_other: bool = False,
-    bf16: bool = False,
     official: bool = False,
 ) -> Encoder:
     """Load the encoder that made the latents of a manifest.
@@ -135,10 +134,10 @@ def encoder_for(
     Args:
         encoder: path or name; None: the manifest's.
         allow_other: accept an encoder that differs from the manifest's.
-        bf16, official: see KLEncoder.
+        official: see KLEncoder.
     """
     name = encoder or manifest.encoder
-    loaded = load_encoder(name, device, bf16, official)
+    loaded = load_encoder(name, device, official=official)
     # Converted latents have no hash of the weights: the user's encoder is accepted.
     other_kind = (loaded.name == IDENTITY) != (manifest.encoder == IDENTITY)
     other_weights = manifest.encoder_hash is not None and loaded.weights_hash != manifest.encoder_hash

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
 
-from data.embedded import check_origin, write_once, write_pixels
+from data.embedded import write_once, write_pixels
 from data.latents import LatentDataset, open_latents
 
 CHARACTERS = string.digits + string.ascii_uppercase + string.ascii_lowercase
@@ -48,8 +48,8 @@ def glyphs(
         num_images: number of images, including the held-out ones.
     """
     origin = {"num_images": num_images, "seed": seed}
-    write_once(path, lambda: _write(path, origin))
-    return check_origin(open_latents(path, input_size, in_channels, num_classes), path, origin)
+    write_once(path, origin, lambda: _write(path, origin))
+    return open_latents(path, input_size, in_channels, num_classes)
 
 
 def draw_glyphs(seed: int, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -57,7 +57,7 @@ class EDMPath:
 
 
 @dataclass(frozen=True)
-class FlowPath:
+class FlowPath(EDMPath):
     """Straight path: alpha = 1 - t, sigma = t. [SiT]"""
 
     t_max: float = 1.0
@@ -65,14 +65,8 @@ class FlowPath:
     def alpha(self, t: torch.Tensor) -> torch.Tensor:
         return 1 - t
 
-    def sigma(self, t: torch.Tensor) -> torch.Tensor:
-        return t
-
     def alpha_dot(self, t: torch.Tensor) -> torch.Tensor:
         return -torch.ones_like(t)
-
-    def sigma_dot(self, t: torch.Tensor) -> torch.Tensor:
-        return torch.ones_like(t)
 
     def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
         return 1 / (1 + 1 / noise_to_signal)  # r / (1 + r), written so that r = inf gives 1
@@ -139,7 +133,7 @@ def on_path(denoise: Denoise, from_path: Path, to_path: Path) -> Denoise:
     return denoise_on_path
 
 
-def solve_on(denoise: Denoise, from_path: Path, to_path: EDMPath | FlowPath | VPPath) -> tuple[Denoise, Path]:
+def solve_on(denoise: Denoise, from_path: Path, to_path: EDMPath | VPPath) -> tuple[Denoise, Path]:
     """Convert a denoiser to `to_path`. Return it with that path, cut where `from_path` ends."""
     if from_path == to_path:
         return denoise, to_path

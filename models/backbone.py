@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn as nn
 
-from routing import Route, Routing
+from routing import Route
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,9 @@ class Flops:
 class Backbone(nn.Module):
     """Base class of networks F_x. Shapes: N samples, C channels, T tokens of the image.
 
+    forward(x, c_noise, class_labels, *, routing=None, generator=None) -> F_x (N, C or 2C, H, W), for
+    x (N, C, H, W), c_noise (N,) and class_labels (N,) int64 or None.
+
     Args:
         latent_shape: (C, H, W) of the input.
         num_classes: number of classes; label `num_classes` is the null class. 0: unconditional.
@@ -41,18 +43,6 @@ class Backbone(nn.Module):
     num_tokens: int
     routes: tuple[Route, ...]
     blocks: Sequence[nn.Module]
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        c_noise: torch.Tensor,
-        class_labels: torch.Tensor | None,
-        *,
-        routing: Routing | None = None,
-        generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """Return F_x (N, C or 2C, H, W) for x (N, C, H, W), c_noise (N,) and class_labels (N,) int64."""
-        raise NotImplementedError
 
     def flops(self, num_kept: Sequence[int]) -> Flops:
         """Return the cost of an image if route i keeps num_kept[i] tokens; 0: its window is skipped."""

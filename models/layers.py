@@ -106,14 +106,11 @@ class Attention(nn.Module):
 class TimestepEmbedder(nn.Module):
     """Embed the noise level c_noise: 256 sines and cosines, then an MLP."""
 
-    def __init__(self, hidden_size: int, frequency_embedding_size: int = 256):
+    def __init__(self, hidden_size: int):
         super().__init__()
-        self.mlp = nn.Sequential(
-            nn.Linear(frequency_embedding_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
-        )
-        half = frequency_embedding_size // 2
-        # omega_i = 10000^(-i / (d/2)) as in [DiT]; not stored, so that public state dicts load by name.
-        frequencies = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32) / half)
+        self.mlp = nn.Sequential(nn.Linear(256, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size))
+        # omega_i = 10000^(-i / 128) as in [DiT]; not stored, so that public state dicts load by name.
+        frequencies = torch.exp(-math.log(10000) * torch.arange(128, dtype=torch.float32) / 128)
         self.frequencies = nn.Buffer(frequencies, persistent=False)
 
     def forward(self, c_noise: torch.Tensor) -> torch.Tensor:

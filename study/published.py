@@ -24,7 +24,7 @@ from evaluation.files import PUBLISHED
 from runtime.files import finite, read_json, write_text
 from runtime.provenance import PROJECT, flatten
 from runtime.tables import aligned
-from training.run_folder import FREE_KEYS, RunFolder
+from training.run_folder import FREE_KEYS, RunFolder, is_in
 
 EXPERIMENTS = PROJECT / "configs" / "experiment"
 PAGE = PROJECT / "study" / "RESULTS.md"
@@ -194,7 +194,7 @@ def _alike(config: dict[str, Any], other: dict[str, Any], key: str, free: set[st
     """True if two configurations agree on a key and the keys below it, except the free ones."""
     one, other = (flatten(finite(values.get(key)), key) for values in (config, other))
     changed = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
-    return all(any(f"{name}.".startswith(f"{prefix}.") for prefix in free) for name in changed)
+    return all(is_in(name, free) for name in changed)
 
 
 if __name__ == "__main__":

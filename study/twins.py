@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.processes import record_all, start_program, study_parser
+from benchmarks.processes import program_parser, record_all, start_program
 from benchmarks.results import Record, Rows, markdown, read_environment, read_results
 from benchmarks.runs import compose
 from models import cost_of
@@ -133,7 +133,10 @@ COLUMNS = {
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = study_parser("study.twins", __doc__)
+    parser = program_parser("study.twins", __doc__)
+    parser.add_argument("out", type=Path, help="folder of the runs and the records")
+    parser.add_argument("--tiny", action="store_true", help="rehearse the same code at small sizes")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once, sharing the cores (default: 2)")
     on_cpu = [name for name, study in STUDIES.items() if not study.gpu]
     parser.add_argument(
         "studies", nargs="*", metavar="study", help=f"of {', '.join(STUDIES)} (default: all on a CPU)"
@@ -171,18 +174,15 @@ def main() -> None:
     sys.exit(bool(failures))
 
 
-def arms_of(study: Study, request: argparse.Namespace) -> dict[str, tuple[str, ...]]:
-    """Return the overrides of the chosen arms by name. The name of a changed arm contains the change."""
-    arms = {name: keys for name, keys in study.arms.items() if request.arms is None or name in request.arms}
-    return {", ".join([name, *request.change]): (*keys, *request.change) for name, keys in arms.items()}
-
-
 class Work:
     """The trainings of a study: first the searches, then all arms of one seed after the other."""
 
     def __init__(self, name: str, study: Study, request: argparse.Namespace, record: Record):
         self.name, self.study, self.request, self.record = name, study, request, record
-        self.arms = arms_of(study, request)
+        change, chosen = request.change, request.arms or study.arms
+        arms = {name: keys for name, keys in study.arms.items() if name in chosen}
+        # The name of a changed arm contains the change.
+        self.arms = {", ".join([name, *change]): (*keys, *change) for name, keys in arms.items()}
         self.steps = TINY_STEPS if request.tiny else study.steps
         self.every = max(1, self.steps // (2 if request.tiny else study.evaluations))
         task = (f"data={study.data}", *study.task)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
 from typing import Any
@@ -26,6 +27,17 @@ PEAK_FLOPS = {  # bf16, dense, from NVIDIA's specifications
 PRODUCT_SIZES = {"cuda": 8192, "cpu": 1536}  # side of square matrices that keep a device busy
 
 
+def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
+    """Time a call until the device has finished, in seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # SYNC: wait for the device
+    start = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # SYNC: wait for the device
+    return time.perf_counter() - start
+
+
 def interleaved_seconds(
     functions: Mapping[Any, Callable[[], Any]], device: torch.device, repeats: int
 ) -> dict[Any, list[float]]:
@@ -33,12 +45,9 @@ def interleaved_seconds(
     times = {name: [] for name in functions}
     for repeat in range(repeats + 1):
         for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if device.type == "cuda":
-                torch.cuda.synchronize()  # SYNC: wait for the device
+            sec = seconds_of(function, device)
             if repeat:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(sec)
     return times
 
 
@@ -92,6 +101,7 @@ def most_graphs(num_lengths: int) -> int:
     return 2 * num_lengths + 4
 
 
+@dataclass(eq=False, repr=False)
 class SpeedCheck:
     """Compare the speed-up of the routes with what the cost model predicts.
 
@@ -100,16 +110,11 @@ class SpeedCheck:
         predict: predict(ratios) returns the speed-up that the cost model predicts.
     """
 
-    def __init__(
-        self,
-        losses: Callable[[tuple[float, ...]], torch.Tensor],
-        precond: nn.Module,
-        predict: Callable[[tuple[float, ...]], float],
-        device: torch.device,
-        recorder: Recorder,
-    ):
-        self.losses, self.precond, self.predict = losses, precond, predict
-        self.device, self.recorder = device, recorder
+    losses: Callable[[tuple[float, ...]], torch.Tensor]
+    precond: nn.Module
+    predict: Callable[[tuple[float, ...]], float]
+    device: torch.device
+    recorder: Recorder
 
     def __call__(self, ratios: tuple[float, ...]) -> None:
         """Measure the speed-up at `ratios`, record it and show it."""

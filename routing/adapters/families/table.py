@@ -38,6 +38,7 @@ FLUX_MASKED = rope(rotary) | {"joint_attention_kwargs": entry("attention_mask", 
 RESIDUALS = ("controlnet_block_samples",)
 FLUX_RESIDUALS = (*RESIDUALS, "controlnet_single_block_samples")
 CHROMA = rope(rotary) | {"attention_mask": joint}  # (N, P + T)
+ROTARY = BlockList(BLOCKS, output=0, by_token=rope(rotary))
 # CogView: the mask (N, P) covers the text alone.
 COGVIEW = BlockList(BLOCKS, output=0, by_token=rope(rotary), shared=("attention_mask",))
 # HiDream: (N, T + text, 1, d / 2, 2, 2), (N, T + S).
@@ -50,6 +51,11 @@ LTX_ROTARY = tuple_of(lambda x, kept: kept.gather(x, x.ndim - 2))  # (N, T, D), 
 def both(output: int, by_token: dict[str, Gather]) -> list[BlockList]:
     """Return double and single blocks that take the same arguments."""
     return [BlockList(name, output=output, by_token=by_token) for name in (BLOCKS, SINGLE)]
+
+
+def then_joint(by_token: dict[str, Gather]) -> list[BlockList]:
+    """Return double blocks, and single blocks where the text comes before the image."""
+    return [BlockList(BLOCKS, output=1, by_token=by_token), BlockList(SINGLE, joint=True, by_token=by_token)]
 
 
 # HunyuanVideo: double and single blocks. Attention puts the text last. Tokens of given frames come before the
@@ -69,10 +75,7 @@ ROWS = {
     "BriaTransformer2DModel": Adapter(both(1, rope(rotary)), num_prefix_tokens=length(TEXT)),
     # Each block has its own text.
     "BriaFiboTransformer2DModel": Adapter(
-        [
-            BlockList(BLOCKS, output=1, by_token=FLUX_MASKED),
-            BlockList(SINGLE, joint=True, by_token=FLUX_MASKED),
-        ],
+        then_joint(FLUX_MASKED),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
     ),
@@ -89,7 +92,7 @@ ROWS = {
         num_suffix_tokens=counts.fibo_2_suffix,
     ),
     "ChromaTransformer2DModel": Adapter(
-        [BlockList(BLOCKS, output=1, by_token=CHROMA), BlockList(SINGLE, joint=True, by_token=CHROMA)],
+        then_joint(CHROMA),
         accepts=("attention_mask",),
         num_prefix_tokens=length(TEXT),
     ),
@@ -124,10 +127,7 @@ ROWS = {
     ),
     # All blocks share the modulation.
     "Flux2Transformer2DModel": Adapter(
-        [
-            BlockList(BLOCKS, output=1, by_token=rope(rotary)),
-            BlockList(SINGLE, joint=True, by_token=rope(rotary)),
-        ],
+        then_joint(rope(rotary)),
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
     ),
@@ -267,12 +267,8 @@ ROWS = {
     ),
     "ChronoEditTransformer3DModel": Adapter(WAN),
     # Joint blocks. Positions are rotary, or added before the blocks.
-    "CogVideoXTransformer3DModel": Adapter(
-        BlockList(BLOCKS, output=0, by_token=rope(rotary)), accepts=("image_rotary_emb",)
-    ),
-    "ConsisIDTransformer3DModel": Adapter(
-        BlockList(BLOCKS, output=0, by_token=rope(rotary)), accepts=("image_rotary_emb",)
-    ),
+    "CogVideoXTransformer3DModel": Adapter(ROTARY, accepts=("image_rotary_emb",)),
+    "ConsisIDTransformer3DModel": Adapter(ROTARY, accepts=("image_rotary_emb",)),
     # Each block adds learned positions. temb is (N, T, D) if each frame has its own timestep.
     "CosmosTransformer3DModel": Adapter(
         BlockList(
@@ -288,7 +284,7 @@ ROWS = {
         ),
         accepts=("attention_mask", "block_controlnet_hidden_states"),
     ),
-    "EasyAnimateTransformer3DModel": Adapter(BlockList(BLOCKS, output=0, by_token=rope(rotary))),
+    "EasyAnimateTransformer3DModel": Adapter(ROTARY),
     # The tokens of earlier frames come first. Each token has its own timestep.
     "HeliosTransformer3DModel": Adapter(
         BlockList(
