@@ -8,7 +8,7 @@ evaluation/README.md is written from the records.
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -27,72 +27,40 @@ from evaluation.features import ArrayImages
 from runtime.launch import ALONE
 from runtime.provenance import environment
 
-FEATURES = {"digits": "pixels", "glyphs": "hidden"}
+# task -> name of the features, and keys
+TASKS = {"digits": ("pixels", ()), "glyphs": ("hidden", ("data.num_images=32768",))}
 NUM_HALVES, NUM_ERRORS = 20, 3
 BLUR = 0.8  # pixels
 NONE = "none"
 Set = tuple[np.ndarray, np.ndarray]  # images (N, H, W, C) uint8, labels (N,)
 
 
-def drop_class(real: Set, train: Set, rng: np.random.Generator) -> Set:
-    """Replace the images of a tenth of the classes by images of the others."""
-    images, labels = real
-    dropped = np.unique(labels)[::10]
-    kept = np.flatnonzero(~np.isin(labels, dropped))
-    ids = np.concatenate([kept, rng.choice(kept, len(labels) - len(kept))])
-    return images[ids], labels[ids]
-
-
-def mix_classes(real: Set, train: Set, rng: np.random.Generator) -> Set:
-    """Replace each image by the mean of two images."""
-    images, labels = real
-    other = images[rng.permutation(len(images))]
-    return ((images.astype(int) + other) // 2).astype(np.uint8), labels
-
-
-def shuffle_labels(real: Set, train: Set, rng: np.random.Generator) -> Set:
-    return real[0], rng.permutation(real[1])
-
-
-def copy(real: Set, train: Set, rng: np.random.Generator) -> Set:
-    """Take images of the training set."""
-    ids = rng.choice(len(train[0]), len(real[0]), replace=False)
-    return train[0][ids], train[1][ids]
-
-
-def blur(real: Set, train: Set, rng: np.random.Generator) -> Set:
-    return gaussian_filter(real[0], (0, BLUR, BLUR, 0)), real[1]
-
-
-def change_colours(real: Set, train: Set, rng: np.random.Generator) -> Set:
-    """Lower the contrast by a fifth."""
-    return (real[0] * 0.8 + 25.5).astype(np.uint8), real[1]
-
-
-def keep_few(real: Set, train: Set, rng: np.random.Generator) -> Set:
-    """Keep a fifth of the images."""
-    ids = rng.permutation(len(real[0]))[: len(real[0]) // 5]
-    return real[0][ids], real[1][ids]
-
-
-FAILURES: dict[str, Callable[[Set, Set, np.random.Generator], Set]] = {
-    NONE: lambda real, train, rng: real,
-    "a tenth of the classes is missing": drop_class,
-    "two images in one": mix_classes,
-    "wrong labels": shuffle_labels,
-    "copies of training images": copy,
-    "blur": blur,
-    "contrast": change_colours,
-    "a fifth of the images": keep_few,
-}
+def damaged(real: Set, train: Set) -> dict[str, Set]:
+    """Return real images under each damage; "copies" are training images."""
+    (images, labels), rng = real, np.random.default_rng(0)
+    n = len(images)
+    kept = np.flatnonzero(~np.isin(labels, np.unique(labels)[::10]))
+    kept = np.concatenate([kept, rng.choice(kept, n - len(kept))])
+    copied, few = rng.choice(len(train[0]), n, replace=False), rng.permutation(n)[: n // 5]
+    mixed = (images.astype(int) + images[rng.permutation(n)]) // 2
+    return {
+        NONE: real,
+        "a tenth of the classes is missing": (images[kept], labels[kept]),
+        "two images in one": (mixed.astype(np.uint8), labels),
+        "wrong labels": (images, rng.permutation(labels)),
+        "copies of training images": (train[0][copied], train[1][copied]),
+        "blur": (gaussian_filter(images, (0, BLUR, BLUR, 0)), labels),
+        "contrast": ((images * 0.8 + 25.5).astype(np.uint8), labels),
+        "a fifth of the images": (images[few], labels[few]),
+    }
 
 
 def measure(task: str) -> Rows:
     """Return a row for each failure and score."""
-    experiment = compose(("model=dit", f"data={task}", f"evaluation={task}"))
+    experiment = compose(("model=dit", f"data={task}", f"evaluation={task}", *TASKS[task][1]))
     dataset = experiment.data()
     reference = reference_of(dataset, encoder_for(dataset.manifest, torch.device("cpu")), task)
-    suite, name = build_suite(experiment.evaluation, reference, ALONE), FEATURES[task]
+    suite, name = build_suite(experiment.evaluation, reference, ALONE), TASKS[task][0]
     known = {key for metric in suite.metrics for key in metric.keys}
     further = (
         InfiniteFrechetDistance("fd_inf", name),
@@ -105,9 +73,8 @@ def measure(task: str) -> Rows:
     suite.metrics += [metric for metric in further if not known.intersection(metric.keys)]
     assert isinstance(reference.images, ArrayImages) and reference.held_out and reference.labels is not None
     rows = []
-    for failure, damage in FAILURES.items():
-        train = reference.images.array, reference.labels
-        images, labels = damage(reference.held_out, train, np.random.default_rng(0))
+    train = reference.images.array, reference.labels
+    for failure, (images, labels) in damaged(reference.held_out, train).items():
         scores = suite.score(ArrayImages(images), labels, num_halves=NUM_HALVES)
         rows += [
             {"failure": failure, "score": key, "value": value, "standard_error": scores.standard_errors[key]}
@@ -142,11 +109,11 @@ def main() -> None:
     """Measure the tasks that are not recorded yet, and print their tables."""
     parser = program_parser("study.failures", __doc__)
     parser.add_argument("out", type=Path, help="folder of the record")
-    parser.add_argument("tasks", nargs="*", metavar="task", help=", ".join(FEATURES))
+    parser.add_argument("tasks", nargs="*", metavar="task", help=", ".join(TASKS))
     request = parser.parse_args()
-    if unknown := {*request.tasks} - FEATURES.keys():
-        parser.error(f"{', '.join(sorted(unknown))}: must be one of {', '.join(FEATURES)}")
-    tasks = request.tasks or [*FEATURES]
+    if unknown := {*request.tasks} - TASKS.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: must be one of {', '.join(TASKS)}")
+    tasks = request.tasks or [*TASKS]
     record = Record("failures", request.out, environment(torch.device("cpu")) | {"tiny": False})
     record_all({task: partial(measure, task) for task in tasks}, record, 1)
     for task in tasks:

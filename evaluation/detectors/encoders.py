@@ -1,13 +1,5 @@
 """Encoders of timm as detectors, each with the preprocessing of the scores that use it.
 
-| name | scores | network | images |
-|---|---|---|---|
-| `dinov2_224` | FDD, KDD [FDD] | DINOv2 ViT-L/14 | 224 px, bicubic by PIL |
-| `dinov2_256` | FDr | DINOv2 ViT-L/14 | 256 px, padded to patches |
-| `clip_336` | CMMD | CLIP ViT-L/14-336, projected | 336 px, bicubic without antialiasing |
-| `clip_256` | FDr | CLIP ViT-L/14 | 256 px, padded to patches |
-| `convnext`, `mae`, `siglip` | FDr | ConvNeXt V2-B, MAE ViT-L/16, SigLIP 2 | 224 px |
-
 DEVIATION: features are computed in fp32; the authors of FDr use bf16. timm resizes the position embeddings of
 DINOv2 with antialiasing, the authors of FDD do not.
 """

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks.results import read_results
-from study.failures import FAILURES, NONE, blur, copy, drop_class, measure, mix_classes, table
+from study.failures import NONE, damaged, measure, table
 from tests.programs import ROOT
 
-RNG = np.random.default_rng(0)
 (RECORD,) = (ROOT / "study/results").glob("failures_*.csv")
 
 
@@ -24,15 +23,16 @@ def found(images, among):
 
 def test_damages_keep_the_size_and_change_what_they_say():
     real, train = a_set(100), a_set(300, seed=1)
-    for name, damage in FAILURES.items():
-        images, labels = damage(real, train, RNG)
+    sets = damaged(real, train)
+    for name, (images, labels) in sets.items():
         assert images.shape[1:] == (8, 8, 1) and images.dtype == np.uint8 and len(images) == len(labels)
         assert len(images) == (20 if "a fifth" in name else 100)
-    images, labels = drop_class(real, train, RNG)
+    images, labels = sets["a tenth of the classes is missing"]
     assert set(labels) == set(range(20)) - {0, 10} and found(images, real[0]).all()
-    assert found(copy(real, train, RNG)[0], train[0]).all()
-    assert not found(mix_classes(real, train, RNG)[0], real[0]).all()
-    assert blur(real, train, RNG)[0].std() < 0.7 * real[0].std()
+    assert found(sets["copies of training images"][0], train[0]).all()
+    assert not found(sets["two images in one"][0], real[0]).all()
+    for name in ("blur", "contrast"):
+        assert sets[name][0].std() < 0.9 * real[0].std()
 
 
 def test_a_score_notices_a_change_of_three_standard_errors():
