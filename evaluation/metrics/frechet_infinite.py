@@ -1,4 +1,4 @@
-"""The Frechet distance extrapolated to infinitely many samples. [FD_inf]"""
+"""The Frechet distance extrapolated to infinitely many samples. [FDinf]"""
 
 import numpy as np
 
