@@ -23,7 +23,7 @@ MAX_NAME = 160
 PLAIN_VALUE = re.compile(r"-?[\w.]+(e-\d+)?", re.ASCII)  # unchanged in the name of a folder
 NAMED_ALWAYS = ("model", "model/size", "data")
 NAMED_OTHERWISE = ("experiment", "parity", "tracker")  # a tracker changes no result
-OF_OPTIMIZER = ("warmup_steps",)  # not an argument of the target
+OF_OPTIMIZER = ("warmup_steps", "schedule", "end_factor")  # not arguments of the target
 
 
 def register(program: str, schema: type) -> None:

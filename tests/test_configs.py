@@ -70,6 +70,8 @@ RECIPE = {
         "weight_decay": 0.0,
         "fused": True,
         "warmup_steps": 0,
+        "schedule": "constant",
+        "end_factor": 0.0,
     },
     "ema": {"_target_": "training.ema.EMA", "decay": 0.9999, "warmup": False},
     "sampler": {

@@ -1,16 +1,19 @@
-"""One or more optimizers of torch, with steps that the device can skip and a learning rate warm-up.
+"""One or more optimizers of torch, with steps that the device can skip and schedules of the learning rate.
 
 A skipped step leaves weights, state and step counters bitwise unchanged. The host does not wait to learn
 whether a step is skipped.
 """
 
+import math
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
 
-from runtime.errors import check_not_negative
+from runtime.errors import check_choice, check_not_negative
+
+SCHEDULES = ("constant", "linear", "cosine")
 
 
 class Optimizer:
@@ -20,12 +23,21 @@ class Optimizer:
         built: an optimizer, or several by name, each with a different part of the parameters. This is what
             a target of `configs/optimizer/` returns for the named parameters of a network.
         warmup_steps: number of steps over which the learning rates rise linearly to their values; 0: none.
+        schedule: of the learning rates after that: `constant`, or `linear` or `cosine` to `end_factor` times
+            their values at the last step.
     """
 
     def __init__(
-        self, built: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer], warmup_steps: int = 0
+        self,
+        built: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        warmup_steps: int = 0,
+        schedule: str = "constant",
+        end_factor: float = 0.0,
     ):
         check_not_negative("optimizer.warmup_steps", warmup_steps)
+        check_choice("optimizer.schedule", schedule, SCHEDULES)
+        check_not_negative("optimizer.end_factor", end_factor)
+        self.schedule, self.end_factor = schedule, end_factor
         self.optimizers = dict(built) if isinstance(built, Mapping) else {"all": built}
         self.warmup_steps = warmup_steps
         self.groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
@@ -36,13 +48,17 @@ class Optimizer:
             if on_gpu and "capturable" in group and not group.get("fused"):
                 group["capturable"] = True  # step counters on the device
 
-    def warm_up(self, step: int) -> None:
-        """Set the learning rates of a step; they depend only on `step`."""
-        if step <= self.warmup_steps:
-            # lr_k = lr min(1, (k + 1) / warmup_steps) in step k = 0, 1, ...
-            factor = min(1.0, (step + 1) / max(1, self.warmup_steps))
-            for group, rate in zip(self.groups, self.rates, strict=True):
-                group["lr"] = rate * factor
+    def set_rates(self, step: int, total_steps: int) -> None:
+        """Set the learning rates of step 0, 1, ..., total_steps - 1."""
+        # lr_k = lr min(1, (k + 1) / warmup_steps) f(p), where p goes from 0 after the warm-up to 1
+        factor = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        progress = max(0, step - self.warmup_steps) / max(1, total_steps - 1 - self.warmup_steps)
+        if self.schedule == "linear":
+            factor *= 1 + (self.end_factor - 1) * progress
+        if self.schedule == "cosine":
+            factor *= self.end_factor + (1 - self.end_factor) * (1 + math.cos(math.pi * progress)) / 2
+        for group, rate in zip(self.groups, self.rates, strict=True):
+            group["lr"] = rate * factor
 
     @torch.no_grad()
     def step(self, skipped: torch.Tensor) -> None:

@@ -229,8 +229,9 @@ def _check_events(events: Iterator[yaml.Event]) -> None:
 
 
 def depends_on_total_steps(config: dict[str, Any]) -> bool:
-    """True if the routing of a step depends on train.total_steps."""
-    return config["routing"]["schedule"] != "constant" or bool(config["routing"]["off_last_steps"])
+    """True if the routing or the learning rate of a step depends on train.total_steps."""
+    schedules = {config[group].get("schedule", "constant") for group in ("routing", "optimizer")}
+    return schedules != {"constant"} or bool(config["routing"]["off_last_steps"])
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -160,7 +160,7 @@ class Trainer:
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.settings.grad_clip, grad_norm)
         # The device skips a step that is not finite. Gradients are the same on all ranks.
         skipped = (~grad_norm.isfinite()).float()
-        self.optimizer.warm_up(self.step)
+        self.optimizer.set_rates(self.step, self.settings.total_steps)
         self.optimizer.step(skipped)
         self.net.zero_grad()
         if self.ema is not None:

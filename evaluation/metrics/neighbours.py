@@ -9,7 +9,8 @@ MAX_DISTANCES = 2**26  # in memory at a time
 
 def distances(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield blocks of rows of the distances (N, M) between features (N, F) and (M, F)."""
-    a, b = a.double(), b.double()
+    centre = b.double().mean(dim=0)  # |a|^2 - 2 a.b + |b|^2 rounds least near 0
+    a, b = a.double() - centre, b.double() - centre
     for rows in a.split(max(1, MAX_DISTANCES // len(b))):
         yield torch.cdist(rows, b)
 

@@ -49,7 +49,7 @@ def trained(kind, bad_steps=(), resumed_at=None):
         if step == resumed_at:
             state, optimizer = optimizer.state_dict(), Optimizer(KINDS[kind](net.named_parameters()), 3)
             optimizer.load_state_dict(state)
-        optimizer.warm_up(step)
+        optimizer.set_rates(step, 6)
         if step in bad_steps:
             before = deepcopy((net.state_dict(), optimizer.state_dict()))
             for _ in range(2):

@@ -269,6 +269,28 @@ def test_the_optimizer_is_as_configured_and_warms_up(tmp_path):
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
 
 
+@pytest.mark.parametrize(
+    ("schedule", "end_factor", "expected"),
+    [
+        ("linear", 0.0, [0.5, 1, 1, 2 / 3, 1 / 3, 0]),
+        ("cosine", 0.1, [0.5, 1, 1, 0.1 + 0.9 * 0.75, 0.1 + 0.9 * 0.25, 0.1]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(tmp_path, schedule, end_factor, expected):
+    keys = ("optimizer.lr=0.01", "optimizer.warmup_steps=2", f"optimizer.schedule={schedule}")
+    trainer, run = tiny_trainer(tmp_path, *keys, f"optimizer.end_factor={end_factor}")
+    optimizer, step, rates = trainer.optimizer, trainer.optimizer.step, []
+    optimizer.step = lambda skipped: rates.append(optimizer.groups[0]["lr"]) or step(skipped)
+    trainer.speed_check = None
+    trainer.fit()
+    assert rates == pytest.approx([0.01 * factor for factor in expected])
+    config, data = run.config(), run.manifest()["data"]
+    run.check(config, data)
+    config["train"]["total_steps"] = 12
+    with pytest.raises(ValueError, match=r"train\.total_steps: 6 -> 12"):
+        run.check(config, data)
+
+
 def test_preconditioning_and_loss_are_as_configured(tmp_path):
     options = ("diffusion.sigma_data=0.7", "diffusion.loss.P_mean=-0.4", "train.eval_every=2")
     trainer, _ = tiny_trainer(tmp_path, *options)
