@@ -7,6 +7,9 @@ from evaluation.metrics import Array, FeatureMetric, comparable
 from evaluation.metrics.neighbours import distances, nearest
 
 
+ROUNDING = 1e-9  # of distances, relative
+
+
 class DensityCoverage(FeatureMetric):
     """How many balls of real images contain a sample on average, and the share of balls that contain one.
 
@@ -36,6 +39,7 @@ def density_coverage(reference_features: Array, sample_features: Array, k: int =
     """
     reference, samples = comparable(reference_features, sample_features, at_least=k + 1)
     radii = nearest(reference, reference, k + 1)[1][:, k]  # the first neighbour is the image itself
+    radii = radii * (1 - ROUNDING)  # the border is outside, as it is for copies of real images
     num_inside, is_covered = 0, torch.zeros(len(reference), dtype=torch.bool)
     for block in distances(samples, reference):
         inside = block < radii  # (rows, N)
