@@ -65,7 +65,7 @@ def measure(task: str) -> Rows:
     further = (
         InfiniteFrechetDistance("fd_inf", name),
         KernelDistance("kd", name, num_subsets=20),
-        Cmmd(name),
+        Cmmd(name, max_images=1024),
         VendiScore(name),
         Memorised(name),
     )
