@@ -6,7 +6,6 @@ import torch
 from evaluation.metrics import Array, FeatureMetric, comparable
 from evaluation.metrics.neighbours import distances, nearest
 
-
 ROUNDING = 1e-9  # of distances, relative
 
 
