@@ -61,7 +61,7 @@ def score(request: ScoreConfig, node: Node, experiment: Experiment | None, launc
     suite = open_suite(node, request, samples.out, launch)
     suite.check(samples.count, samples.shape, samples.name)
     cache = samples.cache(suite)
-    described = {"suite": request.suite, "protocol": suite.describe()}
+    described = {"suite": request.suite, "protocol": suite.describe(), "intervals": request.intervals}
     skips_existing = is_sweep() and not request.overwrite
     if skips_existing and launch.broadcast_from_main(lambda: is_scored(samples, described)):
         launch.print(f"{samples.out} already exists")

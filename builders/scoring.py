@@ -84,8 +84,9 @@ def build_suite(node: Node, reference: Reference, launch: Launch, features: Path
     if "detector" in node.arguments:
         parts["detector"] = as_node(node.arguments["detector"], "evaluation.detector").bind()()
     if "metrics" in node.arguments:
-        metrics = node.arguments["metrics"].items()
-        parts["metrics"] = {k: as_node(m, f"evaluation.metrics.{k}").bind()() for k, m in metrics}
+        if not isinstance(metrics := node.arguments["metrics"], dict):
+            raise ValueError(f"evaluation.metrics={metrics} must name metrics, or be {{}}")
+        parts["metrics"] = {k: as_node(m, f"evaluation.metrics.{k}").bind()() for k, m in metrics.items()}
     suite = node.bind()(reference=reference, launch=launch, features=features, **parts)
     suite.detector_config = node.written.get("detector")
     return suite
@@ -127,6 +128,8 @@ def check_request(request: ScoreConfig) -> tuple[ScoreConfig, Node, Experiment |
     for key in needed:
         if getattr(request, key) is None:
             raise ValueError(f"{key} must be given for {what}")
+    if request.intervals != 0 and request.intervals < 2:
+        raise ValueError(f"intervals={request.intervals} must be 0 or at least 2")
     for key in ("resolution", "num_samples", "detector_batch_size"):
         if (value := getattr(request, key)) is not None:
             check_positive(key, value)
@@ -275,10 +278,10 @@ def show(scores: Scores, others: dict[str, Scores]) -> None:
         print(f"{'n':{width}}" + "".join(f"{row.num_images:16}" for row in rows.values()))
     for metric in scores.values:
         values = "".join(f"{row.values.get(metric, np.nan):16.5g}" for row in rows.values())
-        better = "higher" if metric in scores.higher_is_better else "lower"
+        better = "higher is better" if metric in scores.higher_is_better else "lower is better"
         error = scores.standard_errors.get(metric)
         interval = "" if error is None else f"   samples ± {1.96 * error:.2g}"
-        print(f"{metric:{width}}{values}   {better} is better{interval}")
+        print(f"{metric:{width}}{values}   {'' if '_std' in metric else better + interval}".rstrip())
     for metric, reason in scores.left_out.items():
         print(f"{metric:{width}}   left out: {reason}")
     for warning in scores.warnings:

@@ -60,7 +60,7 @@ class AdmSuite(Suite):
             "is": InceptionScore(),
         }
         if precision_recall:
-            chosen["precision_recall"] = PrecisionRecall(exact_distances, launch.device)
+            chosen["precision_recall"] = PrecisionRecall(exact_distances)
         if kid:
             chosen["kid"] = KernelDistance()
         options = {"num_samples": num_samples, "labels": labels, "batch_size": batch_size}
@@ -99,4 +99,9 @@ class AdmSuite(Suite):
             )
         if images is not None and images.shape != shape:
             warnings.append(f"samples are {shape}, reference images {images.shape}: size changes the scores")
+        if images is not None and self.reference.statistics and "encoders" in weights:
+            warnings.append(
+                f"scores of other encoders compare with the {images.count:,} images of the reference, not "
+                "with the data set of its statistics: authenticity overlooks copies of other images"
+            )
         return warnings

@@ -51,9 +51,9 @@ PUBLISHED = {
 }
 PUBLISHED |= {
     name: PublishedFile(
-        f"https://huggingface.co/timm/{encoder.model}/resolve/main/model.safetensors",
-        f"weights of {encoder.model}, for suite=all",
-        saved_as=f"{encoder.model}.safetensors",
+        f"https://huggingface.co/timm/{encoder.weights}/resolve/main/model.safetensors",
+        f"weights of {encoder.weights}, for suite=all",
+        saved_as=f"{encoder.weights}.safetensors",
     )
     for name, encoder in ENCODERS.items()
 }

@@ -28,11 +28,18 @@ def standard_errors(
     Args:
         samples: with AllFeatures of all features that the metric uses.
         num_halves: number of halves, at least 2; 20 give a relative error of about 16 %.
+
+    Raises:
+        ValueError: the samples are fewer than twice the metric's `min_images`.
     """
     rng = np.random.default_rng(seed)
-    num_images = len(samples[AllFeatures, metric.needs[0][1]].features)
-    num_used = min(num_images, getattr(metric, "max_images", None) or num_images)
+    name = metric.needs[0][1]
+    num_used = num_images = len(samples[AllFeatures, name].features)
+    if max_images := getattr(metric, "max_images", None):
+        num_used = min(num_images, max_images, len(reference[AllFeatures, name].features))
     size = max(num_used // 2, metric.min_images)
+    if 2 * metric.min_images > num_images:
+        raise ValueError(f"{num_images} images are too few: {2 * metric.min_images} are needed")
     rows = [
         metric(reference, _part(samples, metric.needs, np.sort(rng.permutation(num_images)[:size]), device))
         for _ in range(num_halves)

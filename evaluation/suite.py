@@ -73,6 +73,7 @@ class Suite:
         self.reference, self.detector, self.metrics = reference, detector, list(metrics.values())
         self.num_samples, self.labels, self.batch_size, self.launch = num_samples, labels, batch_size, launch
         self.detector_config: dict[str, Any] | None = None  # its part of the YAML file, if there is one
+        self._check_metrics(getattr(detector, "num_features", None))
         self._folder, self._reference_features = features, None
         record = getattr(detector, "record", {})
         weights = record.get("tensors_sha256")
@@ -89,6 +90,18 @@ class Suite:
                 raise ValueError(f"{reference.name} must hold images with labels, to fit the classifier")
             (part,) = reference.images.batches(reference.images.count, [0])
             detector.fit(part.images, reference.labels)
+
+    def _check_metrics(self, num_features: Mapping[str, int] | None) -> None:
+        """Check that metrics have different names, and features that the detector has."""
+        keys = [key for metric in self.metrics for key in metric.keys]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise ValueError(f"evaluation.metrics: several metrics have the name {', '.join(twice)}")
+        for metric in self.metrics:
+            metric.device = self.launch.device
+            missing = {name for _, name in metric.needs} - {*(num_features or ())}
+            if num_features is not None and missing:
+                rule = f"the detector has {', '.join(num_features)}"
+                raise ValueError(f"{metric.keys[0]} needs the features {', '.join(sorted(missing))}: {rule}")
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
         """Raise a ValueError if images cannot be scored; `name` stands for them in the message."""
@@ -174,7 +187,7 @@ class Suite:
                 values = self._named(metric(compared, samples), num_images)
                 scores.values |= values
                 scores.higher_is_better += list(values) if metric.higher_is_better else []
-                if num_halves:
+                if num_halves and num_images >= 2 * metric.min_images:
                     errors = standard_errors(metric, compared, samples, num_halves, self.launch.device)
                     scores.standard_errors |= self._named(errors, num_images)
         return scores

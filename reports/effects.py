@@ -59,12 +59,16 @@ def effect_of(
         parts = [float(np.var(group, ddof=1)) / len(group) for group in groups]
         # Welch: df = (sum v_i / n_i)^2 / sum (v_i / n_i)^2 / (n_i - 1)
         error, terms = math.sqrt(sum(parts)), zip(parts, groups, strict=True)
+        variance = sum(float(np.var(group, ddof=1)) for group in groups)
         freedom = sum(parts) ** 2 / sum(p**2 / (len(g) - 1) for p, g in terms) if error else 1
     else:
-        error = math.sqrt(pooled * sum(1 / len(group) for group in groups))
+        error, variance = math.sqrt(pooled * sum(1 / len(group) for group in groups)), pooled * len(groups)
     half = float(stats.t.ppf(0.975, freedom)) * error
     p = 2 * float(stats.t.sf(abs(value) / error, freedom)) if error else float(value == 0)
-    return Effect(n, value, value - half, value + half, p, seeds_to_decide(value, error**2 * n))
+    seeds = seeds_to_decide(value, variance)
+    if seeds is not None and half >= abs(value):  # undecided by the present seeds
+        seeds = max(seeds, 1 + max(map(len, groups)))
+    return Effect(n, value, value - half, value + half, p, seeds)
 
 
 def seeds_to_decide(value: float, variance: float) -> int | None:

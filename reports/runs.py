@@ -268,6 +268,8 @@ def changes(arms: Sequence[Arm]) -> list[dict[str, str]]:
 
 
 def _judged(effect: Effect) -> str:
+    if effect.low == effect.high == 0:
+        return "equal"
     if not math.isfinite(effect.high):
         return f"{effect.value:+.3g}, noise unknown: more seeds are needed"
     judgement = "larger than the noise"

@@ -1,6 +1,7 @@
 """Routes: windows of layers that some of the tokens bypass [TREAD], and their options in a forward pass."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from numbers import Integral, Real
@@ -11,6 +12,15 @@ import torch
 from routing.tokens import num_tokens_kept
 
 Router = Callable[..., torch.Tensor]  # see routing/routers
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Prefix the message of a ValueError with a name."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -58,9 +68,12 @@ class Routing:
     noise: Sequence[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
-        for name, values in (("force_keep", (self.force_keep,)), ("noise", self.noise or ())):
-            if any(value is not None and not isinstance(value, torch.Tensor) for value in values):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be made of tensors")
+        noise = () if self.noise is None else self.noise
+        is_sequence = isinstance(noise, Sequence | torch.Tensor)
+        if not (is_sequence and all(isinstance(tensor, torch.Tensor) for tensor in noise)):
+            raise ValueError(f"noise={noise!r} must be a sequence of tensors")
+        if not isinstance(self.force_keep, torch.Tensor | None):
+            raise ValueError(f"force_keep={self.force_keep!r} must be a tensor")
 
     def ratios(self, routes: Sequence[Route], active: bool) -> tuple[float, ...]:
         """Return the ratio of each route. If none was given: its own if `active`, else 0.
@@ -71,10 +84,11 @@ class Routing:
         given = self.selection_ratio
         if given is None:
             return tuple(route.selection_ratio if active else 0.0 for route in routes)
-        ratios = tuple(given) if isinstance(given, Sequence) else (given,) * len(routes)
-        fits = len(ratios) == len(routes) and (routes or not given)
-        are_numbers = all(isinstance(ratio, Real) and not isinstance(ratio, bool) for ratio in ratios)
-        if not (fits and are_numbers and all(0 <= ratio <= 1 for ratio in ratios)):
+        values = tuple(given) if isinstance(given, Sequence) else (given,)
+        ratios = values if isinstance(given, Sequence) else values * len(routes)
+        are_numbers = all(isinstance(value, Real) and not isinstance(value, bool) for value in values)
+        fits = are_numbers and len(ratios) == len(routes) and (routes or not any(values))
+        if not (fits and all(0 <= ratio <= 1 for ratio in ratios)):
             allowed = f"one number for all routes, or one for each of {len(routes)}"
             raise ValueError(f"selection_ratio={given} must be in [0, 1]: {allowed}")
         return ratios
@@ -152,8 +166,10 @@ def from_simpletuner(tread_config: dict[str, Any]) -> tuple[Route, ...]:
     routes = tread_config.get("routes") if isinstance(tread_config, dict) else None
     if not isinstance(routes, list) or len(tread_config) > 1:
         raise ValueError(f"tread_config={tread_config} must have one key, routes, whose value is a list")
-    names = [field.name for field in fields(Route)]
+    names, resolved = [field.name for field in fields(Route)], []
     for i, route in enumerate(routes):
         if not isinstance(route, dict) or {*route} != {*names}:
             raise ValueError(f"tread_config routes.{i}={route} must have {', '.join(names)}")
-    return tuple(Route(**route) for route in routes)
+        with named(f"tread_config routes.{i}"):
+            resolved.append(Route(**route))
+    return tuple(resolved)

@@ -6,6 +6,7 @@ DINOv2 with antialiasing, the authors of FDD do not.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ class Encoder:
     layer: str = "pooled"
     num_features: int = 1024
 
+    @property
+    def weights(self) -> str:
+        """Name of its weights on the hub of timm."""
+        return self.model.replace("_quickgelu", "")
+
 
 DINOV2 = "vit_large_patch14_dinov2.lvd142m"
 ENCODERS = {
@@ -46,7 +52,8 @@ ENCODERS = {
     "mae": Encoder("vit_large_patch16_224.mae", 224),
     "siglip": Encoder("vit_so400m_patch16_siglip_256.v2_webli", 224, num_features=1152),
     "clip_256": Encoder("vit_large_patch14_clip_224.openai", 256),
-    "clip_336": Encoder("vit_large_patch14_clip_336.openai", 336, "plain", "projected", 768),
+    # CLIP's own activation; the authors of FDr use timm's.
+    "clip_336": Encoder("vit_large_patch14_clip_quickgelu_336.openai", 336, "plain", "projected", 768),
 }
 
 
@@ -55,7 +62,7 @@ class EncoderDetector:
 
     Args:
         name: of the encoder; also the name of its features.
-        folder: folder of the weights, MODEL.safetensors each.
+        folder: folder of the weights, NAME.safetensors each.
 
     Raises:
         FileNotFoundError: the weights are missing.
@@ -69,7 +76,7 @@ class EncoderDetector:
         check_choice("evaluation.encoders", name, ENCODERS)
         self.name, self.encoder, self.device = name, ENCODERS[name], torch.device(device)
         self.num_features = {name: self.encoder.num_features}
-        file = Path(folder) / f"{self.encoder.model}.safetensors"
+        file = Path(folder) / f"{self.encoder.weights}.safetensors"
         if not file.is_file():
             hint = f"`python -m evaluation.fetch files=[{name}]` downloads it"
             raise FileNotFoundError(f"{file}, the weights of {name}, not found; {hint}")
@@ -91,6 +98,7 @@ class EncoderDetector:
         cfg = network.pretrained_cfg
         self._mean, self._std = (torch.tensor(cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
         self.record = {"path": str(file), "sha256": sha256(file), **asdict(self.encoder)}
+        self.record |= {library: version(library) for library in ("timm", "pillow")}
 
     @strict_fp32()
     @torch.inference_mode()

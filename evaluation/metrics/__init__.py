@@ -23,6 +23,7 @@ class Metric:
         needs_labels: True if the metric uses the labels of the samples.
         higher_is_better: True if a higher value is better, for all scores of the metric.
         held_out: True to compare with the reference's held-out images instead of the reference.
+        device: where to compute; the suite sets it.
     """
 
     keys: tuple[str, ...] = ()
@@ -31,6 +32,7 @@ class Metric:
     needs_labels = False
     higher_is_better = False
     held_out = False
+    device: torch.device | None = None
 
     @property
     def needs_of_reference(self) -> tuple[Need, ...]:
@@ -44,7 +46,9 @@ class Metric:
     def describe(self) -> dict[str, Any]:
         """Return the settings that the scores depend on."""
         settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return {"name": type(self).__name__} | {k: v for k, v in settings.items() if k != "needs"}
+        return {"name": type(self).__name__} | {
+            k: v for k, v in settings.items() if k not in ("needs", "device")
+        }
 
 
 class FeatureMetric(Metric):
@@ -64,9 +68,10 @@ class FeatureMetric(Metric):
             size = min(self.max_images, *map(len, sets))
             # Every call chooses the same ones.
             sets = [x[np.sort(np.random.default_rng(0).permutation(len(x))[:size])] for x in sets]
-        return dict(zip(self.keys, self.compare(*sets), strict=True))
+        tensors = (torch.as_tensor(x, device=self.device) for x in sets)
+        return dict(zip(self.keys, self.compare(*tensors), strict=True))
 
-    def compare(self, reference: np.ndarray, samples: np.ndarray) -> tuple[float, ...]:
+    def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float, ...]:
         """Return the scores of features (M, F) for a reference (N, F), in the order of `keys`."""
         raise NotImplementedError
 

@@ -1,6 +1,6 @@
 """The share of samples that are not close copies of real images. [AuthPct]"""
 
-import numpy as np
+import torch
 
 from evaluation.metrics import Array, FeatureMetric, comparable
 from evaluation.metrics.neighbours import nearest
@@ -15,7 +15,7 @@ class Authenticity(FeatureMetric):
     keys = ("authenticity",)
     higher_is_better = True
 
-    def compare(self, reference: np.ndarray, samples: np.ndarray) -> tuple[float]:
+    def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float]:
         return (authenticity(reference, samples),)
 
 

@@ -1,6 +1,5 @@
 """The distance of CLIP features by a Gaussian kernel. [CMMD]"""
 
-import numpy as np
 import torch
 
 from evaluation.metrics import Array, FeatureMetric, comparable
@@ -14,7 +13,7 @@ class Cmmd(FeatureMetric):
 
     keys = ("cmmd",)
 
-    def compare(self, reference: np.ndarray, samples: np.ndarray) -> tuple[float]:
+    def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float]:
         return (cmmd(reference, samples),)
 
 
@@ -35,4 +34,4 @@ def cmmd(reference_features: Array, sample_features: Array) -> float:
 def _mean_kernel(a: torch.Tensor, b: torch.Tensor) -> float:
     # k(a, b) = exp(-|a - b|^2 / (2 sigma^2))
     sums = (block.square().div(-2 * SIGMA**2).exp().sum() for block in distances(a, b))
-    return float(sum(sums, torch.zeros((), dtype=torch.float64))) / (len(a) * len(b))
+    return sum(map(float, sums)) / (len(a) * len(b))

@@ -1,6 +1,5 @@
 """Density and coverage. [PRDC]"""
 
-import numpy as np
 import torch
 
 from evaluation.metrics import Array, FeatureMetric, comparable
@@ -26,7 +25,7 @@ class DensityCoverage(FeatureMetric):
         super().__init__(features, max_images)
         self.k, self.min_images = k, k + 1
 
-    def compare(self, reference: np.ndarray, samples: np.ndarray) -> tuple[float, float]:
+    def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float, float]:
         return density_coverage(reference, samples, self.k)
 
 
@@ -39,7 +38,7 @@ def density_coverage(reference_features: Array, sample_features: Array, k: int =
     reference, samples = comparable(reference_features, sample_features, at_least=k + 1)
     radii = nearest(reference, reference, k + 1)[1][:, k]  # the first neighbour is the image itself
     radii = radii * (1 - ROUNDING)  # the border is outside, as it is for copies of real images
-    num_inside, is_covered = 0, torch.zeros(len(reference), dtype=torch.bool)
+    num_inside, is_covered = 0, torch.zeros_like(radii, dtype=torch.bool)
     for block in distances(samples, reference):
         inside = block < radii  # (rows, N)
         num_inside += int(inside.sum())

@@ -18,6 +18,8 @@ class InfiniteFrechetDistance(Metric):
         features: name of the detector's features.
     """
 
+    min_images = NUM_SIZES + 1  # counts from 2 to 16
+
     def __init__(self, key: str, features: str):
         self.keys, self.features, self.needs = (key,), features, ((AllFeatures, features),)
 

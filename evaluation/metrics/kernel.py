@@ -26,7 +26,7 @@ class KernelDistance(FeatureMetric):
         self.keys = (key, f"{key}_std")
         self.subset_size, self.num_subsets, self.seed = subset_size, num_subsets, seed
 
-    def compare(self, reference: np.ndarray, samples: np.ndarray) -> tuple[float, float]:
+    def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float, float]:
         subset_size = max(2, min(self.subset_size, min(len(reference), len(samples)) // 2))
         return kernel_distance(reference, samples, subset_size, self.num_subsets, self.seed)
 

@@ -1,6 +1,6 @@
 """The share of samples that are copies of training images."""
 
-import numpy as np
+import torch
 
 from evaluation.metrics import FeatureMetric, comparable
 from evaluation.metrics.neighbours import nearest
@@ -17,7 +17,7 @@ class Memorised(FeatureMetric):
         super().__init__(features)
         self.max_ratio = MAX_RATIO
 
-    def compare(self, reference: np.ndarray, samples: np.ndarray) -> tuple[float]:
+    def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float]:
         theirs, ours = comparable(reference, samples, at_least=2)
         first, second = nearest(ours, theirs, 2)[1].unbind(dim=1)
         # |x - x_1| < |x - x_2| / 3, and x = x_1 = x_2 counts too

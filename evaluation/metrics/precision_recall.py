@@ -2,7 +2,6 @@
 
 from math import isqrt
 
-import numpy as np
 import torch
 
 from evaluation.metrics import Array, FeatureMetric, comparable
@@ -18,7 +17,6 @@ class PrecisionRecall(FeatureMetric):
     Args:
         features: name of the detector's features.
         exact: compute distances in fp32; the original rounds them to fp16.
-        device: where to compute; None: on the CPU.
         max_images: see FeatureMetric.
         prefix: of the names of the scores.
     """
@@ -28,7 +26,6 @@ class PrecisionRecall(FeatureMetric):
     def __init__(
         self,
         exact: bool = False,
-        device: torch.device | None = None,
         k: int = 3,
         features: str = "pool",
         max_images: int | None = None,
@@ -36,11 +33,11 @@ class PrecisionRecall(FeatureMetric):
     ):
         super().__init__(features, max_images)
         self.keys = (f"{prefix}precision", f"{prefix}recall")
-        self.k, self.exact, self._device = k, exact, device
+        self.k, self.exact = k, exact
         self.min_images = k + 1
 
-    def compare(self, reference: np.ndarray, samples: np.ndarray) -> tuple[float, float]:
-        return precision_recall(reference, samples, k=self.k, exact=self.exact, device=self._device)
+    def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float, float]:
+        return precision_recall(reference, samples, k=self.k, exact=self.exact)
 
 
 def precision_recall(

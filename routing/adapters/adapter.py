@@ -5,26 +5,17 @@ Shapes: N samples, T tokens that may bypass, P prefix tokens before them (text),
 count in the ratio.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn as nn
 
+from routing.routes import named
 from routing.tokens import gather_tokens, with_prefix
 
 Arguments = Mapping[str, Any]  # of a forward, by name; arguments that were not given are missing
-
-
-@contextmanager
-def named(name: str) -> Iterator[None]:
-    """Prefix the message of a ValueError with a name."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,30 @@
 """Encoders of timm as detectors: small networks with random weights stand for the published ones."""
 
+import json
+import re
+from dataclasses import astuple
+from pathlib import Path
+
 import numpy as np
 import pytest
 import timm
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import save_file
 
+import fid
 from data import open_images
-from evaluation import open_reference
+from evaluation import Reference, open_reference
 from evaluation.detectors.encoders import ENCODERS, Detectors, Encoder, EncoderDetector, resized
 from evaluation.features import ArrayImages
+from evaluation.files import PUBLISHED
 from evaluation.metrics.density_coverage import DensityCoverage
 from evaluation.metrics.frechet import FrechetDistance
 from runtime.launch import ALONE
 from tests.inception import Projections, adm_suite
+from tests.programs import ROOT
+from tests.runs import composed
 
 SMALL = {
     "vit": Encoder("test_vit.r160_in1k", 48, num_features=64),
@@ -148,6 +158,77 @@ def test_one_pass_extracts_the_features_of_all_encoders(folder, tmp_path):
     assert scores(["vit", "conv"], tmp_path / "features") == both
     assert Counting.seen == before
     assert scores([]).keys() == both.keys() - {"vit12", "conv12"}
+
+
+DINO = "vit_large_patch14_dinov2.lvd142m"
+PUBLISHED_ENCODERS = {
+    "dinov2_224": (DINO, 224, "pil", "pooled", 1024),
+    "dinov2_256": (DINO, 256, "antialias", "pooled", 1024),
+    "convnext": ("convnextv2_base.fcmae_ft_in22k_in1k", 224, "antialias", "mean", 1024),
+    "mae": ("vit_large_patch16_224.mae", 224, "antialias", "pooled", 1024),
+    "siglip": ("vit_so400m_patch16_siglip_256.v2_webli", 224, "antialias", "pooled", 1152),
+    "clip_256": ("vit_large_patch14_clip_224.openai", 256, "antialias", "pooled", 1024),
+    "clip_336": ("vit_large_patch14_clip_quickgelu_336.openai", 336, "plain", "projected", 768),
+}
+
+
+def test_the_encoders_and_the_scores_of_all_are_the_published_ones():
+    own = {name: astuple(encoder) for name, encoder in ENCODERS.items() if name not in SMALL}
+    assert own == PUBLISHED_ENCODERS
+    with torch.device("meta"):
+        clip = timm.create_model(ENCODERS["clip_336"].model)
+    assert type(clip.blocks[0].mlp.act).__name__ == "QuickGELU", "as in CLIP"
+    weights = f"https://huggingface.co/timm/{clip.pretrained_cfg['hf_hub_id'].partition('/')[2]}"
+    assert PUBLISHED["clip_336"].url == f"{weights}/resolve/main/model.safetensors"
+    suite = yaml.safe_load((ROOT / "configs/evaluation/all.yaml").read_text())
+    assert {*suite["encoders"]} == {*own}
+    of = {name: metric.get("features") for name, metric in suite["metrics"].items() if name != "fdr"}
+    assert of == {name: "clip_336" if name == "cmmd" else "dinov2_224" for name in of}
+    published = {"pool": 1.68, "convnext": 56.87, "dinov2_256": 14.19}
+    published |= {"mae": 0.04, "siglip": 0.6, "clip_256": 5.6}
+    assert suite["metrics"]["fdr"]["of_validation"] == published
+    neighbours = suite["metrics"]["dinov2_precision_recall"]
+    assert (neighbours["k"], neighbours["exact"]) == (5, True)
+
+
+@pytest.mark.slow
+def test_all_scores_and_their_intervals_are_printed_and_recorded(
+    folder, tmp_path, monkeypatch, weights, capsys
+):
+    """`fid.py suite=all intervals=4`, with a small network for each encoder."""
+    for name in PUBLISHED_ENCODERS:
+        monkeypatch.setitem(ENCODERS, name, SMALL["vit"])
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    for name, most in (("samples", 200), ("real", 256)):
+        np.savez(f"{name}.npz", rng.integers(0, most, (32, 40, 40, 3), dtype=np.uint8))
+    keys = ("suite=all", "samples=samples.npz", "reference=real.npz", "intervals=4", f"weights={weights}")
+    keys += ("allow_unpublished_weights=true", f"encoder_weights={folder}")
+    fid.main(composed(*keys, config_name="fid"))
+    record, printed = json.loads(Path("samples.scores.json").read_text()), capsys.readouterr().out
+    names = ("fid", "sfid", "is", "precision", "recall", "kid", "fdd", "fdd_inf", "kdd", "dinov2_precision")
+    names += ("density", "coverage", "authenticity", "vendi", "cmmd", "fdr", "fd_convnext", "fd_siglip")
+    for name in (f"{name}32" for name in names):
+        assert record["standard_errors"][name] >= 0 and np.isfinite(record["values"][name])
+        better = "higher" if name in record["higher_is_better"] else "lower"
+        error = 1.96 * record["standard_errors"][name]
+        assert re.search(rf"^{name} .* {better} is better   samples ± {error:.2g}$", printed, re.M), name
+    assert {*record["higher_is_better"]} > {"density32", "vendi32", "is32"}
+    assert not {"fdd32", "cmmd32", "fdr32"} & {*record["higher_is_better"]}
+    assert record["intervals"] == 4 and not record["left_out"]
+    assert not re.search(r"kid_std32 .*better", printed)
+
+
+def test_features_that_no_detector_has_and_equal_names_are_refused(folder):
+    reference = Reference(images=ArrayImages(IMAGES))
+    for metrics, message in (
+        ({"a": DensityCoverage("mae")}, r"density needs the features mae: the detector has pool"),
+        ({"a": DensityCoverage("pool"), "b": DensityCoverage("vit")}, "the name coverage, density"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            adm_suite(
+                Projections(FEW), reference, encoders=["vit"], encoder_weights=str(folder), metrics=metrics
+            )
 
 
 def test_the_record_names_the_weights_of_all_parts(folder):

@@ -61,7 +61,7 @@ def test_density_and_coverage_follow_their_definition(sizes, monkeypatch):
 def test_density_and_coverage_of_extremes():
     real = features(50)
     density, coverage = density_coverage(real, real)
-    assert coverage == 1 and density == pytest.approx(1, abs=0.3)
+    assert (density, coverage) == (1, 1)
     assert density_coverage(real, real + 100) == (0, 0)
     # One sample many times: it covers the balls around it alone.
     _, coverage = density_coverage(real, real[:1].repeat(50, axis=0))
@@ -141,7 +141,13 @@ def test_the_frechet_ratio_is_the_mean_over_encoders():
         sets.append(FeatureSet(parts[0].statistics | parts[1].statistics))
     one, other = (FrechetDistance(name, name)(*sets)[name] for name in names)
     metric = FrechetRatio("fdr", {"a": 2.0, "b": 0.5})
-    assert metric(*sets)["fdr"] == pytest.approx((one / 2 + other / 0.5) / 2)
+    assert metric(*sets) == pytest.approx({"fdr": (one / 2 + other / 0.5) / 2, "fd_a": one, "fd_b": other})
+    for wrong, message in (
+        ({}, "must have a distance"),
+        ({"a": 0.0}, r"of_validation\.a=0\.0 must be greater"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FrechetRatio("fdr", wrong)
     assert {*metric.needs} == {(FeatureStatistics, "a"), (FeatureStatistics, "b")}
 
 

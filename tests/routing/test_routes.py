@@ -1,6 +1,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -51,8 +52,9 @@ def test_errors_name_the_route_the_value_and_the_rule(routes, depth, message):
         (lambda: Route(True, 1, 2), "selection_ratio=True of a route must be a number"),
         (lambda: Route(0.5, 1.0, 2), "start_layer_idx=1.0 of a route must be an integer"),
         (lambda: Route(0.5, 1, "-1"), "end_layer_idx='-1' of a route must be an integer"),
-        (lambda: Routing(force_keep=[[True]]), r"force_keep=\[\[True\]\] must be made of tensors"),
-        (lambda: Routing(noise=[0.5]), r"noise=\[0.5\] must be made of tensors"),
+        (lambda: Routing(force_keep=[[True]]), r"force_keep=\[\[True\]\] must be a tensor"),
+        (lambda: Routing(noise=[0.5]), r"noise=\[0.5\] must be a sequence of tensors"),
+        (lambda: Routing(noise=0.5), "noise=0.5 must be a sequence of tensors"),
     ],
 )
 def test_errors_name_a_value_of_another_type(build, message):
@@ -60,12 +62,17 @@ def test_errors_name_a_value_of_another_type(build, message):
         build()
 
 
-@pytest.mark.parametrize("ratio", ["0.5", True, [0.5], torch.tensor(0.5), 1.5, float("nan")], ids=repr)
+@pytest.mark.parametrize(
+    "ratio", ["0.5", True, [0.5], torch.tensor(0.5), np.array([0.5, 0.5]), 1.5, float("nan")], ids=repr
+)
 def test_a_ratio_is_a_number_for_all_routes_or_one_for_each(ratio):
     routes = (Route(0.5, 1, 2), Route(0.5, 3, 4))
     assert Routing(0.25).ratios(routes, active=False) == Routing((0.25, 0.25)).ratios(routes, False)
-    with pytest.raises(ValueError, match=r"^selection_ratio=.* must be in \[0, 1\]: one number"):
-        Routing(ratio).ratios(routes, active=True)
+    for of in (routes, ()):
+        with pytest.raises(ValueError, match=r"^selection_ratio=.* must be in \[0, 1\]: one number"):
+            Routing(ratio).ratios(of, active=True)
+    assert Routing(0.0).ratios((), active=True) == () == Routing(()).ratios((), active=True)
+    assert Routing(noise=torch.rand(2, 3, 4)).noise.shape == (2, 3, 4)  # one tensor for both routes
 
 
 def known_routes(name):
@@ -117,7 +124,10 @@ THEIRS = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}
         ({"tread_config": None}, "tread_config=None must have one key, routes"),
         ({"model_family": "flux"}, "must have one key, routes"),
         ({"routes": [None]}, r"routes\.0=None must have selection_ratio, start_layer_idx, end_layer_idx"),
-        ({"routes": [THEIRS | {"selection_ratio": "0.5"}]}, r"^selection_ratio='0.5' of a route must be a n"),
+        (
+            {"routes": [THEIRS | {"selection_ratio": "0.5"}]},
+            r"routes\.0: selection_ratio='0.5' of a route must",
+        ),
         ({"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2}]}, r"routes\.0=.* must have selection_r"),
         ({"routes": [THEIRS, THEIRS | {"ratio": 0.5}]}, r"routes\.1=.* must have selection_ratio"),
     ],
