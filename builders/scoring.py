@@ -24,6 +24,7 @@ from runtime.launch import Launch
 from runtime.nodes import Node, read_nodes
 from runtime.output import output_path
 from runtime.parts import PartCache, digest_of
+from runtime.tables import text_table
 
 
 @dataclass
@@ -272,17 +273,15 @@ def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
 def show(scores: Scores, others: dict[str, Scores]) -> None:
     """Print the scores with their 95 % intervals and directions, the scores for comparison, and warnings."""
     rows = {"samples": scores, **others}
-    width = max(map(len, (*scores.values, *scores.left_out, "n")), default=0) + 1
-    if others:
-        print(" " * width + "".join(f"{name:>16}" for name in rows))
-        print(f"{'n':{width}}" + "".join(f"{row.num_images:16}" for row in rows.values()))
+    lines = [["score", *rows, "better"], ["n", *(str(row.num_images) for row in rows.values()), ""]]
     for metric in scores.values:
-        values = "".join(f"{row.values.get(metric, np.nan):16.5g}" for row in rows.values())
-        better = "higher is better" if metric in scores.higher_is_better else "lower is better"
-        error = scores.standard_errors.get(metric)
-        interval = "" if error is None else f"   samples ± {1.96 * error:.2g}"
-        print(f"{metric:{width}}{values}   {'' if '_std' in metric else better + interval}".rstrip())
+        values = [f"{row.values[metric]:.5g}" if metric in row.values else "" for row in rows.values()]
+        if (error := scores.standard_errors.get(metric)) is not None:
+            values[0] += f" ± {1.96 * error:.2g}"
+        better = "higher" if metric in scores.higher_is_better else "lower"
+        lines.append([metric, *values, "" if "_std" in metric else better])
+    print(text_table(lines))
     for metric, reason in scores.left_out.items():
-        print(f"{metric:{width}}   left out: {reason}")
+        print(f"{metric} is left out: {reason}")
     for warning in scores.warnings:
         print(f"note: {warning}")

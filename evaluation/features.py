@@ -158,6 +158,8 @@ def add_up(
         if COST in arrays:
             costs.append(arrays.pop(COST))
         for kind, name in needs:
+            if name not in arrays:
+                raise ValueError(f"the detector has no features {name}: it has {', '.join(arrays)}")
             if (kind, name) not in total.statistics:
                 total.statistics[kind, name] = kind(arrays[name].shape[-1], device, num_images)
             total[kind, name].update(arrays[name], num_seen)

@@ -75,8 +75,10 @@ def _read_several(folders: Sequence[RunFolder]) -> list[Run]:
 def _print_tables(runs: Sequence[Run]) -> None:
     for data, arms in sections(group_runs(runs)).items():
         notes = "".join(f"{note}\n" for note in comparison_notes(arms))
-        tables = "\n\n".join(as_text(rows) for rows in (table(arms), changes(arms)) if rows)
-        print(f"{printable(data)}\n{tables}\n{printable(notes)}")
+        print(f"{printable(data)}\n{as_text(table(arms))}")
+        if rows := changes(arms):
+            print(f"\nDifferences from {printable(arms[0].name)}:\n{as_text(rows)}")
+        print(printable(notes))
 
 
 main = command("reports", ReportsConfig, __doc__)(write_reports)

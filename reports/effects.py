@@ -51,8 +51,9 @@ def effect_of(
     variances = [float(np.var(group, ddof=1)) for group in spread]
     freedom = sum(len(group) - 1 for group in spread)
     pooled = sum(v * (len(g) - 1) for v, g in zip(variances, spread, strict=True)) / freedom
-    constant = min(variances) < 1e-20 < max(variances)
-    is_equal = len(spread) == 1 or (not constant and stats.bartlett(*spread).pvalue >= UNEQUAL)
+    constant = [variance < 1e-20 for variance in variances]  # Bartlett's test needs positive ones
+    is_equal = len(spread) == 1 or all(constant)
+    is_equal = is_equal or (not any(constant) and bool(stats.bartlett(*spread).pvalue >= UNEQUAL))
     if not is_equal:
         if n < 2:
             return Effect(n, value)

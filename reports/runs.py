@@ -12,7 +12,7 @@ from typing import Any
 from reports.effects import Effect, effect_of
 from runtime.files import parse_json, read_bounded, read_json
 from runtime.provenance import flatten
-from runtime.tables import aligned, csv_text
+from runtime.tables import csv_text, text_table
 from training.recorder import LEVEL
 from training.run_folder import FREE_KEYS, SCORING_KEYS, RunFolder, is_in
 
@@ -251,31 +251,35 @@ def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
 
 
 def changes(arms: Sequence[Arm]) -> list[dict[str, str]]:
-    """Return a row for each arm but the first: is its difference from the first larger than the noise?
+    """Return a row for each score of each arm but the first: does it differ by more than the noise?
 
     The noise is the spread of trainings that differ in the seed, pooled over all arms unless it differs.
     """
     rows = []
     for arm in arms[1:]:
-        row = {"arm": f"{arm.name} - {arms[0].name}", "n": f"{len(arm.runs)}, {len(arms[0].runs)}"}
+        others = [other for other in arms if other not in (arm, arms[0])]
         for key in shown_keys(arms):
             pair = [one.values(key) for one in (arm, arms[0])]
             if all(pair):
-                others = [other.values(key) for other in arms if other not in (arm, arms[0])]
-                row[key] = _judged(effect_of(pair, (1, -1), [group for group in others if group]))
-        rows.append(row)
+                effect = effect_of(
+                    pair, (1, -1), [values for other in others if (values := other.values(key))]
+                )
+                row = {"score": key, **_judged(effect), "seeds": f"{len(pair[0])}, {len(pair[1])}"}
+                rows.append(row | {"arm": arm.name})
     return rows
 
 
-def _judged(effect: Effect) -> str:
-    if effect.low == effect.high == 0:
-        return "equal"
+def _judged(effect: Effect) -> dict[str, str]:
+    change = f"{effect.value:+.3g}" if abs(effect.value) > 1e-12 else "0"
+    if effect.high - effect.low < 1e-12:
+        return {"change": change, "verdict": "equal in all seeds" if change == "0" else "noise unknown"}
     if not math.isfinite(effect.high):
-        return f"{effect.value:+.3g}, noise unknown: more seeds are needed"
-    judgement = "larger than the noise"
-    if effect.low <= 0 <= effect.high:
-        judgement = f"within the noise; {effect.seeds or 'more than 1,000'} seeds of each arm would decide"
-    return f"{effect.value:+.3g} [{effect.low:+.2g}, {effect.high:+.2g}]: {judgement}"
+        return {"change": change, "verdict": "noise unknown: train more seeds"}
+    row = {"change": change, "95 % interval": f"{effect.low:+.2g} to {effect.high:+.2g}"}
+    if not effect.low <= 0 <= effect.high:
+        return row | {"verdict": "larger than the noise"}
+    needed = effect.seeds or "more than 1,000"
+    return row | {"verdict": "within the noise", "seeds that would decide": f"{needed} of each"}
 
 
 def shown_keys(arms: Sequence[Arm]) -> list[str]:
@@ -289,10 +293,7 @@ def shown_keys(arms: Sequence[Arm]) -> list[str]:
 def as_text(rows: Sequence[dict[str, str]]) -> str:
     """Format a table for the terminal, without the scores of single files."""
     keys = [key for key in dict.fromkeys(key for row in rows for key in row) if ": " not in key]
-    lines = [keys, ["---"] * len(keys), *([row.get(key, "") for key in keys] for row in rows)]
-    cells = ([cell.replace("|", "/") for cell in line] for line in lines)
-    text = "\n".join("| " + " | ".join(line) + " |" for line in cells)
-    return aligned(printable(text))
+    return printable(text_table([keys, *([row.get(key, "") for key in keys] for row in rows)]))
 
 
 def printable(text: str) -> str:

@@ -90,7 +90,7 @@ class Routing:
         fits = are_numbers and len(ratios) == len(routes) and (routes or not any(values))
         if not (fits and all(0 <= ratio <= 1 for ratio in ratios)):
             allowed = f"one number for all routes, or one for each of {len(routes)}"
-            raise ValueError(f"selection_ratio={given} must be in [0, 1]: {allowed}")
+            raise ValueError(f"selection_ratio={given!r} must be in [0, 1]: {allowed}")
         return ratios
 
     def ids_keep(

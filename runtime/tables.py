@@ -17,6 +17,12 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
+def text_table(lines: Sequence[Sequence[str]]) -> str:
+    """Format a head and rows as an aligned Markdown table."""
+    head, *body = ("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
+    return aligned("\n".join([head, "|" + "---|" * len(lines[0]), *body]))
+
+
 def aligned(text: str) -> str:
     """Align the columns of each Markdown table in a text: the first to the left, the others to the right."""
     return re.sub(r"(^\|.*\n?)+", lambda table: _aligned(table[0]), text, flags=re.MULTILINE)

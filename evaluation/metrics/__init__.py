@@ -69,7 +69,11 @@ class FeatureMetric(Metric):
             # Every call chooses the same ones.
             sets = [x[np.sort(np.random.default_rng(0).permutation(len(x))[:size])] for x in sets]
         tensors = (torch.as_tensor(x, device=self.device) for x in sets)
-        return dict(zip(self.keys, self.compare(*tensors), strict=True))
+        values = self.compare(*tensors)
+        if not isinstance(values, tuple) or len(values) != len(self.keys):
+            rule = f"a tuple with a number for each of its keys ({', '.join(self.keys) or 'none'})"
+            raise ValueError(f"{type(self).__name__}.compare returned {values!r}, must return {rule}")
+        return dict(zip(self.keys, values, strict=True))
 
     def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float, ...]:
         """Return the scores of features (M, F) for a reference (N, F), in the order of `keys`."""
@@ -81,6 +85,9 @@ def comparable(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert two sets of features to tensors; raise a ValueError if they cannot be compared."""
     reference, samples = (torch.as_tensor(f, device=device) for f in (reference_features, sample_features))
+    if reference.ndim != 2 or samples.ndim != 2:
+        shapes = f"{tuple(reference.shape)} and {tuple(samples.shape)}"
+        raise ValueError(f"features {shapes} must be (number of images, number of features)")
     if reference.shape[1] != samples.shape[1]:
         raise ValueError(f"feature lengths {reference.shape[1]} and {samples.shape[1]} must be equal")
     for name, features in (("reference", reference), ("sample", samples)):

@@ -18,7 +18,7 @@ class Cmmd(FeatureMetric):
 
 
 def cmmd(reference_features: Array, sample_features: Array) -> float:
-    """Return the CMMD of two sets of features (N, F) and (M, F).
+    """Return the CMMD of two sets of features (N, F) and (M, F), which are scaled to unit length.
 
     Raises:
         ValueError: no features, different feature lengths, or features that are not finite.

@@ -4,6 +4,7 @@ import torch
 
 from evaluation.metrics import Array, FeatureMetric, comparable
 from evaluation.metrics.neighbours import distances, nearest
+from runtime.errors import check_positive
 
 ROUNDING = 1e-9  # of distances, relative
 
@@ -33,8 +34,9 @@ def density_coverage(reference_features: Array, sample_features: Array, k: int =
     """Return density and coverage of samples (M, F) for a reference (N, F).
 
     Raises:
-        ValueError: a set has at most k members, feature lengths differ, or a feature is not finite.
+        ValueError: k < 1, a set has at most k members, feature lengths differ, or a feature is not finite.
     """
+    check_positive("k", k)
     reference, samples = comparable(reference_features, sample_features, at_least=k + 1)
     radii = nearest(reference, reference, k + 1)[1][:, k]  # the first neighbour is the image itself
     radii = radii * (1 - ROUNDING)  # the border is outside, as it is for copies of real images

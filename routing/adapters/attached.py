@@ -60,6 +60,8 @@ def attach(
             route does not fit. Later, the model raises for arguments that are not supported with routing.
     """
     adapter = adapter_of(model) if adapter is None else adapter
+    if not isinstance(adapter, Adapter):
+        raise ValueError(f"adapter={adapter!r} must be a routing.Adapter")
     name = type(model).__name__
     if hasattr(model, "_attached"):
         raise ValueError(f"{name} already has routes: routing.detach(model) removes them")

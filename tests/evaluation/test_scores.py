@@ -112,7 +112,7 @@ def test_the_vendi_score_of_orthogonal_and_equal_features():
         values = np.linalg.eigvalsh(unit @ unit.T / len(x))
         values = values[values > 1e-12]
         assert vendi_score(x) == pytest.approx(np.exp(-(values * np.log(values)).sum()))
-    with pytest.raises(ValueError, match="finite and not zero"):
+    with pytest.raises(ValueError, match="features that are not zero"):
         vendi_score(np.zeros((3, 2)))
 
 
@@ -157,6 +157,21 @@ def test_features_that_cannot_be_compared_are_refused(measure):
         measure(np.ones((9, 2)), np.ones((9, 4)))
     with pytest.raises(ValueError, match="the sample features must be finite"):
         measure(np.ones((9, 2)), np.full((9, 2), np.nan))
+    for shape in ((9,), (9, 2, 2)):
+        with pytest.raises(ValueError, match=r"must be \(number of images, number of features\)"):
+            measure(np.ones(shape), np.ones(shape))
+
+
+@pytest.mark.parametrize("values", [0.5, (0.5, 0.5), [0.5]])
+def test_a_metric_that_returns_something_else_is_named(values):
+    class Wrong(FeatureMetric):
+        keys = ("wrong",)
+
+        def compare(self, reference, samples):
+            return values
+
+    with pytest.raises(ValueError, match=r"^Wrong\.compare returned .* \(wrong\)$"):
+        Wrong("x")(feature_set(features(9)), feature_set(features(9)))
 
 
 METRICS = [

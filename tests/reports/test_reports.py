@@ -287,15 +287,21 @@ def arms_of(compared, *groups):
 
 def test_a_difference_is_compared_with_the_noise_of_retraining(compared):
     (row,) = changes(arms_of(compared, [1.0, 1.1], [3.0, 3.1]))
-    assert row["arm"] == "tread - dit" and row["n"] == "2, 2"
+    assert (row["score"], row["arm"], row["seeds"]) == ("loss", "tread", "2, 2")
     half = 4.302653 * np.sqrt(2 * 0.1**2 / 2 / 2)  # Student's t, two degrees of freedom
-    assert row["loss"] == f"+2 [{2 - half:+.2g}, {2 + half:+.2g}]: larger than the noise"
+    assert row["change"] == "+2" and row["95 % interval"] == f"{2 - half:+.2g} to {2 + half:+.2g}"
+    assert row["verdict"] == "larger than the noise"
     (row,) = changes(arms_of(compared, [1.0, 1.2], [1.1, 1.4]))
-    variance = (0.1**2 + 0.15**2) / 2 * 2 * 2  # of the difference, times n
-    n = next(n for n in range(2, 99) if t.ppf(0.975, 2 * n - 2) * np.sqrt(variance / n) < 0.15)
-    assert row["loss"].endswith(f": within the noise; {n} seeds of each arm would decide")
-    (row,) = changes(arms_of(compared, [1.0], [1.5]))
-    assert row["loss"] == "+0.5, noise unknown: more seeds are needed"
+    variance = 0.1**2 * 2 / 2 + 0.15**2 * 2 / 2  # of the difference, times n: the sum of two pooled variances
+    n = next(n for n in range(2, 99) if t.ppf(0.975, 2 * n - 2) * np.sqrt(2 * variance / n) < 0.15)
+    assert (row["verdict"], row["seeds that would decide"]) == ("within the noise", f"{n} of each")
+    for losses, change, verdict in (
+        (([1.0], [1.5]), "+0.5", "noise unknown: train more seeds"),
+        (([1.0, 1.0], [1.5, 1.5]), "+0.5", "noise unknown"),
+        (([1.0, 1.0], [1.0, 1.0]), "0", "equal in all seeds"),
+    ):
+        (row,) = changes(arms_of(compared, *losses))
+        assert (row["change"], row["verdict"]) == (change, verdict)
     assert changes(arms_of(compared, [1.0, 1.1], [3.0, 3.1])[:1]) == []
 
 

@@ -498,6 +498,8 @@ def test_routes_must_be_routes(routes):
         attach(made("sd3")[0], routes)
     with pytest.raises(ValueError, match=r"^router='random' must be a function"):
         attach(made("sd3")[0], WINDOW, router="random")
+    with pytest.raises(ValueError, match=r"^adapter='sd3' must be a routing.Adapter"):
+        attach(made("sd3")[0], WINDOW, adapter="sd3")
 
 
 def test_samples_that_share_positions_keep_the_same_tokens():
