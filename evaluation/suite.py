@@ -73,6 +73,8 @@ class Suite:
         self.reference, self.detector, self.metrics = reference, detector, list(metrics.values())
         self.num_samples, self.labels, self.batch_size, self.launch = num_samples, labels, batch_size, launch
         self.detector_config: dict[str, Any] | None = None  # its part of the YAML file, if there is one
+        for metric in self.metrics:
+            metric.device = launch.device
         self._check_metrics(getattr(detector, "num_features", None))
         self._folder, self._reference_features = features, None
         record = getattr(detector, "record", {})
@@ -97,7 +99,6 @@ class Suite:
         if twice := sorted({key for key in keys if keys.count(key) > 1}):
             raise ValueError(f"evaluation.metrics: several metrics have the name {', '.join(twice)}")
         for metric in self.metrics:
-            metric.device = self.launch.device
             missing = {name for _, name in metric.needs} - {*(num_features or ())}
             if num_features is not None and missing:
                 rule = f"the detector has {', '.join(num_features)}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 from reports.effects import Effect, effect_of
@@ -226,14 +226,6 @@ def differences(arms: Sequence[Arm]) -> list[str]:
     return sorted(different, key=lambda key: key != "method")
 
 
-def mean_and_half(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean over seeds and half of its 95 % interval (Student's t), infinite for one seed."""
-    from scipy.stats import t
-
-    n = len(values)
-    return mean(values), t.ppf(0.975, n - 1) * stdev(values) / math.sqrt(n) if n > 1 else math.inf
-
-
 def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
     """Return a row for each arm: its cost and its newest scores, as mean ± half interval."""
     rows = []
@@ -244,8 +236,9 @@ def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
         row |= {"hours": f"{mean(run.spent('hours', run.step) for run in arm.runs):.2g}"}
         for key in shown_keys(arms):
             if values := arm.values(key):
-                middle, half = mean_and_half(values)
-                row[key] = f"{middle:.4g}" + (f" ± {half:.1g}" if len(values) > 1 else "")
+                effect = effect_of([values], (1,))
+                half = f" ± {effect.high - effect.value:.1g}" if effect.n > 1 else ""
+                row[key] = f"{effect.value:.4g}{half}"
         rows.append(row)
     return rows
 

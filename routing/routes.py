@@ -69,7 +69,7 @@ class Routing:
 
     def __post_init__(self) -> None:
         noise = () if self.noise is None else self.noise
-        is_sequence = isinstance(noise, Sequence | torch.Tensor)
+        is_sequence = isinstance(noise, Sequence) or (isinstance(noise, torch.Tensor) and noise.ndim > 0)
         if not (is_sequence and all(isinstance(tensor, torch.Tensor) for tensor in noise)):
             raise ValueError(f"noise={noise!r} must be a sequence of tensors")
         if not isinstance(self.force_keep, torch.Tensor | None):

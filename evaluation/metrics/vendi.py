@@ -3,7 +3,7 @@
 import torch
 
 from evaluation.features import FeatureSet
-from evaluation.metrics import Array, Metric, comparable
+from evaluation.metrics import Array, Metric
 from evaluation.statistics import AllFeatures
 
 
@@ -33,10 +33,11 @@ def vendi_score(features: Array) -> float:
     Raises:
         ValueError: a feature is zero or not finite.
     """
-    x = comparable(features, features, at_least=1)[0].double()
-    norms = x.norm(dim=1, keepdim=True)
-    if not norms.min() > 0:
-        raise ValueError("the Vendi score needs features that are not zero")
+    x = torch.as_tensor(features).double()
+    norms = x.norm(dim=-1, keepdim=True)
+    if x.ndim != 2 or not len(x) or not (norms.isfinite().all() and norms.min() > 0):
+        rule = "(number of images, number of features), finite, and not zero"
+        raise ValueError(f"features {tuple(x.shape)} of the Vendi score must be {rule}")
     x = x / norms
     # X X^T and X^T X have the same eigenvalues, except zeros.
     gram = x @ x.T if len(x) < x.shape[1] else x.T @ x

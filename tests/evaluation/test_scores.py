@@ -112,8 +112,12 @@ def test_the_vendi_score_of_orthogonal_and_equal_features():
         values = np.linalg.eigvalsh(unit @ unit.T / len(x))
         values = values[values > 1e-12]
         assert vendi_score(x) == pytest.approx(np.exp(-(values * np.log(values)).sum()))
-    with pytest.raises(ValueError, match="features that are not zero"):
-        vendi_score(np.zeros((3, 2)))
+    shapes = (np.ones(3), np.ones((0, 2)), np.ones((2, 2, 2)))
+    for wrong in (np.zeros((3, 2)), np.full((3, 2), np.nan), *shapes):
+        with pytest.raises(
+            ValueError, match=r"of the Vendi score must be \(number of images, number of feat"
+        ):
+            vendi_score(wrong)
 
 
 def test_the_infinite_frechet_distance_removes_the_bias_of_few_samples():

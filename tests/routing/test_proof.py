@@ -249,6 +249,23 @@ def test_a_proof_fails_for_any_dense_difference_large_errors_and_nan():
     assert [Proof(*errors).passes for errors in ((1e-9, 0), (0, 0.011), (0, float("nan")))] == [False] * 3
 
 
+def test_a_class_that_copies_one_of_diffusers_takes_its_adapter():
+    """A trainer's own class, with its own class of lists."""
+    model, arguments = built("SD3Transformer2DModel")
+    kind = type(model)
+    copied = type(
+        "Copied",
+        (kind,),
+        {"__module__": "trainer", "forward": lambda self, *a, **k: kind.forward(self, *a, **k)},
+    )
+    copied.forward.__signature__ = inspect.signature(kind.forward)
+    model.__class__ = copied
+    model.transformer_blocks = type("Mutable", (torch.nn.ModuleList,), {})([*model.transformer_blocks])
+    with pytest.raises(ValueError, match="no adapter is known for Copied"):
+        attach(model, WINDOWS[:1])
+    check(model, FAMILIES["SD3Transformer2DModel"], arguments, 16, WINDOWS[:1])
+
+
 def without(adapter, key, gather):
     """Return the adapter with another function for an argument."""
     lists = [replace(spec, by_token={**spec.by_token, key: gather}) for spec in adapter.block_lists]

@@ -55,6 +55,7 @@ def test_errors_name_the_route_the_value_and_the_rule(routes, depth, message):
         (lambda: Routing(force_keep=[[True]]), r"force_keep=\[\[True\]\] must be a tensor"),
         (lambda: Routing(noise=[0.5]), r"noise=\[0.5\] must be a sequence of tensors"),
         (lambda: Routing(noise=0.5), "noise=0.5 must be a sequence of tensors"),
+        (lambda: Routing(noise=torch.tensor(0.5)), r"noise=tensor\(0.5000\) must be a sequence of tensors"),
     ],
 )
 def test_errors_name_a_value_of_another_type(build, message):
