@@ -23,11 +23,13 @@ from models import Backbone, token_mask
 from routing import Route, RoutePlan
 from runtime.command_line import one_line
 from runtime.config import compose_config
+from runtime.errors import check_index
 from runtime.launch import ALONE, Launch
 from runtime.machine import processes_here
 from runtime.nodes import Node, check_arguments, config_folders
 from runtime.provenance import flatten, source_sha256
 from runtime.targets import check_apart
+from training.alignment import Alignment
 from training.checkpoint import find_checkpoint
 from training.ema import EMA
 from training.optimizer import Optimizer
@@ -35,6 +37,7 @@ from training.run_folder import RunFolder
 
 SCALARS = ("method", "run_name", "output_dir", "wait", "seed", "sweep_metric", "decoding")
 GROUPS = ("data", "optimizer", "ema", "sampler", "guidance")
+OPTIONAL = ("alignment", "evaluation", "tracker")
 PARTS = ("block", "router", "rejoin")  # optional groups of a model
 
 
@@ -44,6 +47,7 @@ class Experiment:
 
     Args:
         written: the configuration as plain types, as in config.yaml.
+        alignment_node: None: no alignment.
         evaluation: None: samples are not scored during training.
         details: the manifest of the run that it was read from; empty without a run.
     """
@@ -66,6 +70,7 @@ class Experiment:
     ema_node: Node
     sampler_node: Node
     guidance_node: Node
+    alignment_node: Node | None
     evaluation: Node | None
     tracker: Node | None
     details: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +84,8 @@ class Experiment:
         written["train"] = asdict(train)  # options in lower case
         values: dict[str, Any] = {key: written[key] for key in SCALARS}
         values |= {f"{key}_node": as_node(nodes[key], key) for key in GROUPS}
-        values |= {key: as_node(nodes[key], key) if nodes[key] else None for key in ("evaluation", "tracker")}
+        optional = {key: as_node(nodes[key], key) if nodes[key] else None for key in OPTIONAL}
+        values |= {"alignment_node": optional.pop("alignment"), **optional}
         for part in ("precond", "loss"):
             values[f"{part}_node"] = as_node(nodes["diffusion"].get(part), f"diffusion.{part}")
         routing, model = RoutingConfig(**written["routing"]), _model_node(nodes["model"])
@@ -154,6 +160,13 @@ class Experiment:
             return loss
         return KeptTokensLoss(loss, net, self.train.reconstruction_weight)
 
+    def alignment(self) -> Alignment | None:
+        """Build the alignment, without its projector; None: there is none."""
+        alignment = self.alignment_node and self.alignment_node.bind()()
+        if alignment is not None:
+            check_index("alignment.block", alignment.block, len(self.meta_net.blocks))
+        return alignment
+
     def route_plan(self, net: Backbone) -> RoutePlan:
         """Build the schedule of the routes' ratios."""
         return RoutePlan(net.routes, net.num_tokens, self.train.total_steps, **asdict(self.routing))
@@ -218,6 +231,7 @@ class Experiment:
             self.check_router(net.num_tokens)
         self.route_plan(net)
         self.loss(net)
+        self.alignment()
         self.optimizer(net.named_parameters())
         self.ema(net)
         self.check_sampling()

@@ -31,11 +31,13 @@ from runtime.files import sha256
 from runtime.launch import ALONE, Launch
 from runtime.nodes import read_nodes
 from training.checkpoint import find_checkpoint
+from training.ema import reconstruct
 from training.run_folder import RunFolder
 from training.weights import find_mismatch, load_weights, read_weights
 
 MAX_TOKENS = 2**16  # 4096x4096 pixels with an autoencoder of factor 8 and patches of 2
 GROUPS = ("sampler", "guidance")
+STD = re.compile(r"std(0\.\d+)")  # a checkpoint of ema=post_hoc
 # The keys that change a sample.
 SETTINGS = (*(option.name for option in fields(DrawOptions)), "decoding", *GROUPS)
 NAMED = {"num_steps": None, "guidance_scale": None}  # keys with a separate part in the name of a file
@@ -118,8 +120,11 @@ def open_run(
 
 
 def _weights_of(run: Path, checkpoint: str | None, launch: Launch) -> Path:
+    find = partial(find_checkpoint, run, checkpoint)
+    if match := STD.fullmatch(checkpoint or ""):
+        find = partial(reconstruct, run, float(match[1]))
     # The first rank chooses: a run that still trains may save a new checkpoint at any time.
-    chosen = launch.broadcast_from_main(partial(find_checkpoint, run, checkpoint))
+    chosen = launch.broadcast_from_main(find)
     return chosen / "ema.safetensors"
 
 
@@ -156,7 +161,7 @@ def read_request(request: T) -> tuple[T, Experiment]:
         # Messages have the names of these two keys on the command line.
         message = re.sub(r"^(sampler|guidance)\.(?=num_steps|guidance_scale)", "", str(error))
         raise ValueError(message) from error
-    if request.run is not None:
+    if request.run is not None and not STD.fullmatch(request.checkpoint or ""):
         find_checkpoint(Path(request.run), request.checkpoint)
     return keys, experiment
 

@@ -1,5 +1,6 @@
 """Build the trainer of an experiment; a run with checkpoints resumes from the newest."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from builders.experiment import Experiment
 from builders.public import carries_configuration, num_heads_of, precond_of
 from builders.schemas import OBJECTIVES_OF_OTHERS, TrainConfig
 from builders.summary import check_resources, summary, warnings
-from data import LatentDataset, entries_by_step, stream
+from data import LatentDataset, PatchEncoder, encoder_for, entries_by_step, image_decoder, stream
 from models import Backbone, cost_of
 from models.cost import Cost
 from routing import Routing
@@ -27,8 +28,10 @@ from runtime.files import sha256
 from runtime.launch import Launch
 from runtime.machine import compile_blocks, keep_freed_memory
 from runtime.provenance import environment, flatten
+from training.alignment import Alignment
 from training.batches import Batches
 from training.checkpoint import CheckpointFolder, latest_checkpoint
+from training.ema import PostHocEMA
 from training.recorder import Recorder
 from training.run_folder import RunFolder, changes
 from training.sharding import check_parallel, shard
@@ -115,10 +118,12 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
     torch.manual_seed(experiment.seed)
     net = experiment.net().to(device)
     init_from = _load_init(net, experiment, run)
+    alignment = _attach_alignment(experiment, net, dataset, device)
     ema, plan = experiment.ema(net), experiment.route_plan(net)
     lengths = plan.lengths(train.masked_loss)
     lengths |= {net.num_tokens - length for length in lengths}  # model.window=separate has both
-    prepared = _prepare(net, ema.net, resolved.compile, len(lengths), train, launch)
+    averages = [ema.net, *([ema.wide.net] if isinstance(ema, PostHocEMA) else [])]
+    prepared = _prepare(net, averages, resolved.compile, len(lengths), train, launch)
     precond, bare_loss = experiment.precond(prepared), experiment.loss(net)
     loss = torch.autocast(device.type, torch.bfloat16, enabled=resolved.bf16)(bare_loss)
     optimizer = experiment.optimizer(net.named_parameters())
@@ -138,6 +143,7 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
         StopRequest(train.max_time_sec),
         Settings(**{field.name: getattr(train, field.name) for field in fields(Settings)}),
         Work(lambda ratios: cost(ratios).routed_training_flops, specified_peak(device, resolved.bf16)),
+        alignment,
         SpeedCheck(losses, precond, lambda ratios: cost(ratios).predicted_speedup, device, recorder)
         if train.check_speed
         else None,
@@ -151,6 +157,23 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
     start = partial(_start_writing, experiment, resolved, trainer, dataset, run, init_from, expected, memory)
     launch.broadcast_from_main(start)
     return trainer
+
+
+def _attach_alignment(
+    experiment: Experiment, net: Backbone, dataset: LatentDataset, device: torch.device
+) -> Alignment | None:
+    """Build the alignment with its projector, and its encoder if it computes features at each step."""
+    if (alignment := experiment.alignment()) is None:
+        return None
+    shape, manifest = (dataset.manifest.features or {}).get("shape"), dataset.manifest
+    if name := alignment.encoder:
+        decode = image_decoder(manifest, encoder_for(manifest, device, dataset.encoder))
+        encoder = PatchEncoder(name, alignment.weights, device)
+        alignment.encode = lambda x: encoder(torch.from_numpy(decode(x)).permute(0, 3, 1, 2))
+        shape = alignment.encode(torch.zeros(1, *net.latent_shape, device=device)).shape[1:]
+    with device:
+        alignment.attach(net, shape)
+    return alignment
 
 
 def _resolve(experiment: Experiment, run: RunFolder, launch: Launch) -> Resolved:
@@ -212,7 +235,12 @@ def _load_init(net: nn.Module, experiment: Experiment, run: RunFolder) -> dict[s
 
 
 def _prepare(
-    net: Backbone, average: nn.Module, compiled: bool, num_lengths: int, train: TrainConfig, launch: Launch
+    net: Backbone,
+    averages: Sequence[nn.Module],
+    compiled: bool,
+    num_lengths: int,
+    train: TrainConfig,
+    launch: Launch,
 ) -> nn.Module:
     # A sweep runs its jobs in one process: reset the state of the last job.
     AcceleratorState._reset_state()
@@ -222,7 +250,7 @@ def _prepare(
         compile_blocks(net.blocks, most_graphs(num_lengths))
     if train.parallel != "ddp":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[train.reduce_dtype]
-        for each in (net, average):
+        for each in (net, *averages):
             blocks = each.get_submodule("blocks").children()
             shard(each, blocks, launch, sharing_processes(train, launch.world_size), dtype)
         return net
@@ -251,6 +279,7 @@ def _build_batches(
         pin_memory=launch.device.type == "cuda",
         with_masks=masked,
         token_mask=masks_to_tokens if experiment.routing.force_keep_overflow == "grow" else None,
+        with_features=experiment.alignment_node is not None,
     )
     entries = entries_by_step(dataset, seed, sizes["batch_size"])
 

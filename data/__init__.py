@@ -12,6 +12,7 @@ from data.encoders import (
     real_images,
     to_uint8,
 )
+from data.features import PatchEncoder
 from data.glyphs import glyphs
 from data.images import ImageFiles, NpzImages, centre_crop, open_images
 from data.latents import LatentDataset, open_latents

@@ -12,6 +12,7 @@ on any number of processes. The first rank joins the parts at the end.
 """
 
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from joblib import cpu_count
 from tqdm import tqdm
 
 from data.encoders import Encoder, load_encoder
+from data.features import PatchEncoder
 from data.images import IMAGE_ERRORS, ORIENTATION, open_picture, to_pixels
 from data.listing import ImageList, list_images
 from data.manifest import FILES, LatentManifest, class_warnings, first_classes, untrained_classes_of
@@ -40,7 +42,7 @@ from runtime.machine import PATIENCE, start_process
 from runtime.parts import RESUME, Arrays, PartCache, check_room
 from runtime.provenance import environment
 
-PART_IMAGES = 256
+PART_IMAGES, FEATURES_AT_ONCE = 256, 16
 CORRUPT_SHOWN = 10
 MAX_HELD_OUT = 5000
 
@@ -59,6 +61,8 @@ class EncodeConfig:
     num_held_out: int | None = None  # None: 1% of the images, at most 5,000
     mixed_precision: str = "no"
     skip_corrupt: bool = False
+    features: str | None = None  # dinov2_b: also store features of the patches, for alignment=repa
+    features_weights: str | None = None  # safetensors file of this encoder
 
 
 @command("encode", EncodeConfig, __doc__)
@@ -70,11 +74,14 @@ def main(request: EncodeConfig) -> None:
             raise FileNotFoundError(f"{key}={path} not found")
     launch = start_process(timeout=PATIENCE, tf32=False)  # latents are made once for all runs
     encoder = load_encoder(request.encoder, launch.device, request.mixed_precision == "bf16")
-    job = plan_job(request, encoder)
+    featurize = None
+    if request.features is not None:
+        featurize = PatchEncoder(request.features, request.features_weights, launch.device)
+    job = plan_job(request, encoder, featurize)
     lock = lock_of(Path(request.out))
     try:
         launch.broadcast_from_main(partial(start_job, job, lock, launch))
-        job.parts.fill(partial(encode_parts, job, encoder), launch, "encode")
+        job.parts.fill(partial(encode_parts, job, encoder, featurize), launch, "encode")
         if launch.is_main:
             finish(job, launch)
     finally:
@@ -106,13 +113,17 @@ class Job:
         return range(part * PART_IMAGES, min((part + 1) * PART_IMAGES, len(self.images.names)))
 
 
-def plan_job(request: EncodeConfig, encoder: Encoder) -> Job:
+def plan_job(request: EncodeConfig, encoder: Encoder, featurize: PatchEncoder | None = None) -> Job:
     """List the images of the source and describe the latent folder."""
     images = list_images(request.source)
     masks = MaskFiles(request.masks, images.names) if request.masks else None
     resolution, count, num_held_out = request.resolution, len(images.names), request.num_held_out
     if resolution % encoder.factor:
         raise ValueError(f"resolution={resolution} must be a multiple of {encoder.factor} for {encoder.name}")
+    features = None
+    if featurize is not None:
+        features = {"encoder": featurize.name, "weights_sha256": featurize.weights_hash}
+        features["shape"] = featurize.shape(resolution)
     manifest = LatentManifest(
         count=count,
         shape=tuple(encoder.encode(torch.zeros(1, 3, resolution, resolution, dtype=torch.uint8)).shape[1:]),
@@ -130,6 +141,7 @@ def plan_job(request: EncodeConfig, encoder: Encoder) -> Job:
         untrained_classes=untrained_classes_of(images.labels, images.num_classes),
         num_held_out=min(MAX_HELD_OUT, -(-count // 100), count - 1) if num_held_out is None else num_held_out,
         conditioning_type=request.conditioning_type if masks else None,
+        features=features,
     )
     listed = "\n".join([*images.names, *map(str, [] if images.labels is None else images.labels)])
     digest = hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
@@ -141,6 +153,7 @@ def plan_job(request: EncodeConfig, encoder: Encoder) -> Job:
         "masks": str(Path(request.masks).resolve()) if masks else None,
         "images_per_part": PART_IMAGES,
         "conditioning_type": manifest.conditioning_type,
+        "features": features,
         "encoder": encoder.name,
         "encoder_hash": encoder.weights_hash,
         "list_of_images": f"{count} images, {digest[:16]}",
@@ -163,11 +176,14 @@ def start_job(job: Job, lock: Lock, launch: Launch) -> None:
     lock.acquire()
     check_out(out)
     missing = len(job.parts.missing())
-    size = np.dtype(job.manifest.dtype).itemsize * int(np.prod(job.manifest.stored_shape))
+    arrays = job.manifest.arrays().values()
+    size = sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in arrays)
     check_room(Path(out), size + size * missing // job.parts.num_parts)  # the parts, and the folder
 
 
-def encode_parts(job: Job, encoder: Encoder, parts: list[int]) -> Iterator[tuple[int, Arrays]]:
+def encode_parts(
+    job: Job, encoder: Encoder, featurize: PatchEncoder | None, parts: list[int]
+) -> Iterator[tuple[int, Arrays]]:
     """Encode parts, while threads read the images of the next part."""
     threads = max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     with ThreadPoolExecutor(threads) as pool:
@@ -178,13 +194,17 @@ def encode_parts(job: Job, encoder: Encoder, parts: list[int]) -> Iterator[tuple
             next_images = next(reads, [])
             for part in parts:
                 images, next_images = next_images, next(reads, [])
-                yield part, encode_part(job, job.positions(part), images, encoder)
+                yield part, encode_part(job, job.positions(part), images, encoder, featurize)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def encode_part(job: Job, positions: range, images: list[Future], encoder: Encoder) -> Arrays:
-    """Encode the readable images: latents (n, [2,] C', H, W), positions (n,), masks (n, H, W), and errors."""
+def encode_part(
+    job: Job, positions: range, images: list[Future], encoder: Encoder, featurize: PatchEncoder | None = None
+) -> Arrays:
+    """Encode the readable images: latents (n, [2,] C', H, W), features (n, [2,] T, F), positions (n,), masks
+    (n, H, W), and errors.
+    """
     manifest, errors, readable = job.manifest, [], []
     for position, future in zip(positions, images, strict=True):
         try:
@@ -201,12 +221,17 @@ def encode_part(job: Job, positions: range, images: list[Future], encoder: Encod
     if job.masks:
         masks = np.array([mask for _, _, mask in readable], dtype=np.uint8)
         arrays["masks"] = masks.reshape(-1, *manifest.shape[1:])
+    feature_shape = (*shape[: -len(manifest.shape)], *(manifest.features or {"shape": ()})["shape"])
     if not readable:
-        return {**arrays, "latents": np.empty(shape, np.float16)}
+        empty = {"features": np.empty(feature_shape, np.float16)} if featurize else {}
+        return {**arrays, **empty, "latents": np.empty(shape, np.float16)}
     stacked = np.stack([image for _, image, _ in readable])
     pixels = torch.from_numpy(stacked).permute(0, 3, 1, 2)  # (n, 3, H, W)
     if manifest.hflip:  # flipping a latent does not flip its image
         pixels = torch.stack([pixels, pixels.flip(-1)], dim=1).flatten(0, 1)  # (2n, 3, H, W)
+    if featurize is not None:
+        features = torch.cat([featurize(part).half().cpu() for part in pixels.split(FEATURES_AT_ONCE)])
+        arrays["features"] = features.view(feature_shape).numpy()
     latents = encoder.encode(pixels).half().view(shape).numpy()
     finite = np.isfinite(latents).reshape(len(readable), -1).all(axis=1)
     if not finite.all():
@@ -250,7 +275,7 @@ def finish(job: Job, launch: Launch) -> None:
         for number in tqdm(range(job.parts.num_parts), desc="join", unit="part"):
             part = job.parts.read(number)
             labels = None if job.images.labels is None else job.images.labels[part["positions"]]
-            writer.append(part["latents"], labels, part.get("masks"))
+            writer.append(part["latents"], labels, part.get("masks"), part.get("features"))
     joined.rename(out)
     job.parts.remove()
     if errors:

@@ -33,8 +33,10 @@ class LatentDataset:
         manifest: LatentManifest,
         masks: np.ndarray | None = None,
         encoder: str | None = None,  # path; None: the manifest's
+        features: np.ndarray | None = None,
     ):
         self.stored, self.labels, self.masks, self.encoder = stored, labels, masks, encoder
+        self.features = features
         self.held_out_ids, self.train_ids = map(np.sort, split(manifest.count, manifest.num_held_out))
         trained = None if labels is None else labels[self.train_ids]
         untrained = untrained_classes_of(trained, manifest.num_classes)
@@ -60,6 +62,14 @@ class LatentDataset:
             masks = torch.where(torch.from_numpy(flipped).bool()[:, None, None], masks.flip(-1), masks)
         is_segmentation = self.manifest.conditioning_type == "segmentation"
         return (masks > 0).float() if is_segmentation else masks.float() / 255
+
+    def read_features(self, ids: np.ndarray, flipped: np.ndarray | None = None) -> torch.Tensor | None:
+        """Read the features (N, T, F) of the images of entries `ids`; None: the folder has none."""
+        if self.features is None:
+            return None
+        if self.manifest.hflip and flipped is None:
+            flipped = np.zeros(len(ids), dtype=int)
+        return torch.from_numpy(_read_in_order(self.features, ids, flipped))
 
     def spread_ids(self, max_count: int) -> np.ndarray:
         """Choose at most `max_count` distinct entries, evenly spread over the data set."""
@@ -96,8 +106,8 @@ class LatentDataset:
         manifest = {**asdict(self.manifest), "origin": None}  # the fingerprint does not depend on the origin
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
         ids = self.spread_ids(NUM_FINGERPRINT_ENTRIES)
-        masks = None if self.masks is None else self.masks[ids]
-        for array in (self.labels, self.stored[ids], masks):
+        others = (None if array is None else array[ids] for array in (self.masks, self.features))
+        for array in (self.labels, self.stored[ids], *others):
             digest.update(b"" if array is None else array.tobytes())
         return {"fingerprint": digest.hexdigest(), "manifest": {**manifest, "checksums": None}}
 
@@ -137,7 +147,8 @@ def open_latents(
     if labels is not None:
         labels = np.array(labels)
         check_labels(labels, manifest.num_classes, folder / FILES["labels"])
-    return LatentDataset(arrays["latents"], labels, manifest, arrays.get("masks"), encoder)
+    masks, features = arrays.get("masks"), arrays.get("features")
+    return LatentDataset(arrays["latents"], labels, manifest, masks, encoder, features)
 
 
 def check_labels(labels: np.ndarray, num_classes: int, file: Path, first: int = 0) -> None:

@@ -24,6 +24,7 @@ MAX_BLOCK_BYTES = 2**40
 MAX_SCALE = 1e18
 FAR_STD = 1.8  # factor: data sets differ by less, and a missing or repeated scale changes much more
 FILES = {"manifest": "manifest.json", "latents": "latents.npy", "labels": "labels.npy", "masks": "masks.npy"}
+FILES["features"] = "features.npy"
 
 Numbers = float | tuple[float, ...]
 
@@ -53,6 +54,7 @@ class LatentManifest:
     untrained_classes: tuple[int, ...] = ()  # classes without training entries, ascending
     num_held_out: int = 0  # number of entries that are never trained on
     conditioning_type: str | None = None  # `mask`: bytes weight the loss; `segmentation`: all but 0 weigh 1
+    features: dict[str, Any] | None = None  # of the images' patches: `shape` (tokens, numbers) and encoder
     origin: dict[str, Any] | None = None  # how the latents were made
     block_bytes: int = BLOCK_BYTES
     checksums: dict[str, list[str]] | None = None  # SHA-256 of each block of block_bytes, by file name
@@ -80,6 +82,9 @@ class LatentManifest:
         yield "hflip", isinstance(self.hflip, bool), "true or false"
         yield "conditioning_type", self.conditioning_type in CONDITIONING_TYPES, "null, mask or segmentation"
         yield "encoder", isinstance(self.encoder, str), "a name"
+        sizes = (self.features or {"shape": (1, 1)}).get("shape", ())
+        is_shape = len(sizes) == 2 and all(map(_is_count, sizes)) and math.prod(sizes) <= MAX_NUMBERS
+        yield "features", is_shape, f"null, or have shape: [tokens, numbers], at most {MAX_NUMBERS} numbers"
         is_bounded = isinstance(self.num_classes, int) and 0 <= self.num_classes <= MAX_CLASSES
         yield "num_classes", is_bounded, f"in [0, {MAX_CLASSES}]"
         names, untrained, classes = self.class_names, self.untrained_classes, range(self.num_classes)
@@ -136,6 +141,11 @@ class LatentManifest:
             arrays["labels"] = ("int64", (self.count,))
         if self.conditioning_type:
             arrays["masks"] = ("uint8", (self.count, *self.shape[1:]))
+        if self.features:
+            arrays["features"] = (
+                "float16",
+                (*self.stored_shape[: -len(self.shape)], *self.features["shape"]),
+            )
         return arrays
 
     def to_latents(self, stored: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:

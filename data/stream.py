@@ -19,7 +19,8 @@ TokenMask = Callable[[torch.Tensor], torch.Tensor]  # masks (N, H, W) -> masked 
 
 
 class StoredBatch(NamedTuple):
-    """Input of one forward: stored entries (N, C', H, W), labels (N,), and masks (N, H, W) if used.
+    """Input of one forward: stored entries (N, C', H, W), labels (N,), and, if used, masks (N, H, W) and
+    features (N, T, F).
 
     `num_forced` is the largest number of tokens that the mask of one sample keeps, over all samples of the
     step, or 0 if it is not counted.
@@ -29,6 +30,7 @@ class StoredBatch(NamedTuple):
     labels: torch.Tensor | None
     masks: torch.Tensor | None
     num_forced: int
+    features: torch.Tensor | None = None
 
 
 class Draw(NamedTuple):
@@ -85,8 +87,11 @@ def _permutation(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 class _Reader(Dataset):
-    def __init__(self, dataset: LatentDataset, with_masks: bool, token_mask: TokenMask | None):
+    def __init__(
+        self, dataset: LatentDataset, with_masks: bool, token_mask: TokenMask | None, with_features: bool
+    ):
         self.dataset, self.with_masks, self.token_mask = dataset, with_masks, token_mask
+        self.with_features = with_features
         self.counted, self.num_forced = np.empty(0), 0
 
     def __getitem__(self, draw: Draw) -> StoredBatch:
@@ -95,7 +100,8 @@ class _Reader(Dataset):
         if self.token_mask and not np.array_equal(draw.step_ids, self.counted):
             num_forced = count_forced(self.dataset, draw.step_ids, self.token_mask)
             self.counted, self.num_forced = draw.step_ids, int(num_forced.max())
-        return StoredBatch(*self.dataset.read(draw.ids, draw.flipped), masks, self.num_forced)
+        features = self.dataset.read_features(draw.ids, draw.flipped) if self.with_features else None
+        return StoredBatch(*self.dataset.read(draw.ids, draw.flipped), masks, self.num_forced, features)
 
 
 def stream(
@@ -111,6 +117,7 @@ def stream(
     pin_memory: bool,
     with_masks: bool = False,
     token_mask: TokenMask | None = None,
+    with_features: bool = False,
 ) -> DataLoader:
     """Return a loader of one rank's StoredBatches. `num_workers` processes read ahead.
 
@@ -119,7 +126,7 @@ def stream(
     """
     share = batch_size, micro_batch_size, start_step, rank, world_size
     order = StreamOrder(dataset.train_ids, seed, *share, hflip=dataset.manifest.hflip)
-    reader = _Reader(dataset, with_masks, token_mask)
+    reader = _Reader(dataset, with_masks, token_mask, with_features)
     options = {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": _ignore_signals}
     return DataLoader(reader, batch_size=None, sampler=order, **options)
 

@@ -55,8 +55,16 @@ class LatentWriter:
             self._opened = stack.pop_all()
         return self
 
-    def append(self, stored: np.ndarray, labels: np.ndarray | None, masks: np.ndarray | None = None) -> None:
-        """Append latents (N, C', H, W), or (N, 2, C', H, W) with hflip, labels (N,) and masks (N, H, W)."""
+    def append(
+        self,
+        stored: np.ndarray,
+        labels: np.ndarray | None,
+        masks: np.ndarray | None = None,
+        features: np.ndarray | None = None,
+    ) -> None:
+        """Append latents (N, C', H, W), or (N, 2, C', H, W) with hflip, labels (N,), masks (N, H, W) and
+        features (N, T, F), or (N, 2, T, F) with hflip.
+        """
         manifest, end = self.manifest, self.num_written + len(stored)
         entries = f"{self.path}: entries {self.num_written}..{end - 1}"
         if end > manifest.count:
@@ -68,8 +76,7 @@ class LatentWriter:
         if manifest.num_classes and labels is not None:
             check_labels(labels, manifest.num_classes, self.path, first=self.num_written)
             given["labels"] = labels.astype(np.int64)
-        if masks is not None:
-            given["masks"] = masks
+        given |= {key: x for key, x in {"masks": masks, "features": features}.items() if x is not None}
         arrays = manifest.arrays().items()
         expected = [f"{key} {dtype} {(len(stored), *shape[1:])}" for key, (dtype, shape) in arrays]
         actual = [f"{key} {array.dtype} {array.shape}" for key, array in given.items()]
@@ -90,8 +97,7 @@ class LatentWriter:
             for name in (FILES[key] for key in self.files):
                 file = self.partial / name
                 sync(file)
-                starts = range(0, file.stat().st_size, size)
-                checksums[name] = [hash_block(file, start, size) for start in starts]
+                checksums[name] = hash_blocks(file, size)
             manifest = replace(self.manifest, checksums=checksums)
             write_json(self.partial / FILES["manifest"], asdict(manifest))
             self.partial.rename(self.path)
@@ -106,6 +112,11 @@ def check_out(out: str | Path) -> None:
 def lock_of(path: Path) -> Lock:
     """Return the lock that a process must hold to write `path`."""
     return Lock(path.with_name(f".{path.name}.lock"), f"out={path}")
+
+
+def hash_blocks(file: Path, num_bytes: int) -> list[str]:
+    """Hash each block of `num_bytes` of a file, with SHA-256."""
+    return [hash_block(file, start, num_bytes) for start in range(0, file.stat().st_size, num_bytes)]
 
 
 def hash_block(file: Path, start: int, num_bytes: int) -> str:

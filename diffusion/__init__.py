@@ -4,7 +4,15 @@ from diffusion.ddpm import DDPMLoss, DDPMPath, DDPMPrecond
 from diffusion.edm import EDMLoss, EDMPrecond, OptimalPrecond
 from diffusion.flow import FlowLoss, FlowPrecond
 from diffusion.generate import generate, random_labels
-from diffusion.guidance import CFG, AutoGuidance, Branch, Guidance, PathDropGuidance, SparseGuidance
+from diffusion.guidance import (
+    CFG,
+    AutoGuidance,
+    Branch,
+    Guidance,
+    InternalGuidance,
+    PathDropGuidance,
+    SparseGuidance,
+)
 from diffusion.objective import Loss, Precond
 from diffusion.path import EDMPath, FlowPath, Path, VEPath, VPPath, on_path
 from diffusion.samplers import adaptive_sampler, ddpm_sampler, edm_sampler, ode_sampler, sde_sampler

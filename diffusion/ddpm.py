@@ -90,8 +90,8 @@ class DDPMPrecond(Precond):
 class DDPMLoss(Loss[DDPMPrecond]):
     """Squared error of eps; a predicted variance is trained by the variational bound."""
 
-    def __init__(self):
-        super().__init__()  # no contrastive term: the variational bound would make it unbounded
+    def __init__(self, inner_weight: float = 0.5):
+        super().__init__(0.0, inner_weight)  # a contrastive bound would be unbounded
 
     def draw_t(
         self, num_samples: int, generator: torch.Generator | None, device: torch.device

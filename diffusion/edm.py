@@ -56,7 +56,7 @@ class OptimalPrecond(EDMPrecond):
         super().__init__(nn.Identity(), sigma_data)
         self.posterior_mean = posterior_mean
 
-    def predict(
+    def predict_both(
         self,
         x: torch.Tensor,
         t: torch.Tensor,
@@ -64,8 +64,8 @@ class OptimalPrecond(EDMPrecond):
         *,
         routing: Any = None,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        return self.posterior_mean(x, self.path.alpha(t), self.path.sigma(t), class_labels)  # already D_x
+    ) -> tuple[torch.Tensor, None]:
+        return self.posterior_mean(x, self.path.alpha(t), self.path.sigma(t), class_labels), None  # D_x
 
     def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return F_x
@@ -76,11 +76,17 @@ class EDMLoss(Loss[EDMPrecond]):
 
     Args:
         P_mean, P_std: mean and standard deviation of ln(sigma).
-        contrastive_weight: see `diffusion.objective.Loss`.
+        contrastive_weight, inner_weight: see `diffusion.objective.Loss`.
     """
 
-    def __init__(self, P_mean: float = -1.2, P_std: float = 1.2, contrastive_weight: float = 0.0):
-        super().__init__(contrastive_weight)
+    def __init__(
+        self,
+        P_mean: float = -1.2,
+        P_std: float = 1.2,
+        contrastive_weight: float = 0.0,
+        inner_weight: float = 0.5,
+    ):
+        super().__init__(contrastive_weight, inner_weight)
         check_positive("diffusion.loss.P_std", P_std)
         self.P_mean, self.P_std = P_mean, P_std
 

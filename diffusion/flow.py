@@ -47,7 +47,7 @@ class FlowLoss(Loss[FlowPrecond]):
         distribution: of t: `uniform`; or `logit_normal`, t = sigmoid(n) with n ~ N(P_mean, P_std^2).
         shift: s > 1 moves the times towards noise, t -> s t / (1 + (s - 1) t). s = sqrt(m) suits latents with
             m times as many values. [SD3]
-        contrastive_weight: see `diffusion.objective.Loss`.
+        contrastive_weight, inner_weight: see `diffusion.objective.Loss`.
         cosine_weight: weight of the additional term 1 - cos(v, eps - x_0), taken over the channels at each
             position. [LightningDiT]
     """
@@ -60,8 +60,9 @@ class FlowLoss(Loss[FlowPrecond]):
         shift: float = 1.0,
         contrastive_weight: float = 0.0,
         cosine_weight: float = 0.0,
+        inner_weight: float = 0.5,
     ):
-        super().__init__(contrastive_weight)
+        super().__init__(contrastive_weight, inner_weight)
         check_not_negative("diffusion.loss.cosine_weight", cosine_weight)
         check_choice("diffusion.loss.distribution", distribution, DISTRIBUTIONS)
         check_positive("diffusion.loss.P_std", P_std)

@@ -6,12 +6,14 @@ A sample depends on its seed alone. In batches of the same size it is bitwise th
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
 from diffusion.guidance import Branch, Guidance
+from diffusion.guidance.guidance import inputs_of
 from diffusion.objective import Precond
 
 LABEL_STREAM, MASK_STREAM = 1, 2  # separate labels and masks from other draws of the same seed
@@ -89,8 +91,8 @@ def expected_times(precond: Precond, sampler: Callable[..., torch.Tensor]) -> li
 def count_evaluations(precond: Precond, guidance: Guidance, times: Iterable[torch.Tensor]) -> Evaluations:
     """Count the evaluations for one image at the times of a sampler."""
     strong = Branch(precond, torch.zeros(1, dtype=torch.int64) if precond.net.num_classes else None)
-    branches = (branch for t in times for branch in guidance.evaluated(strong, t)[1])
-    return Counter((branch.precond.net, branch.num_kept) for branch in branches)
+    branches = ({inputs_of(b): b for b in guidance.evaluated(strong, t)[1]}.values() for t in times)
+    return Counter((branch.precond.net, branch.num_kept) for branch in chain.from_iterable(branches))
 
 
 def cost_of_evaluations(evaluations: Evaluations) -> dict[str, float]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 
 from diffusion.path import Path
+from runtime.errors import check_positive
 
 
 class Precond(nn.Module, ABC):
@@ -42,9 +43,22 @@ class Precond(nn.Module, ABC):
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         """Return F_x (N, C or 2C, H, W) for x (N, C, H, W) at time t, (N,) or 0-d."""
+        return self.predict_both(x, t, class_labels, routing=routing, generator=generator)[0]
+
+    def predict_both(
+        self,
+        x: torch.Tensor,
+        t: torch.Tensor,
+        class_labels: torch.Tensor | None,
+        *,
+        routing: Any = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return F_x, and the prediction of the network's inner head, None if it has none; see `predict`."""
         x = x.to(self.dtype)
         x_in, c_noise = self.inputs(x, _times(t, x))
-        return self.net(x_in, c_noise.flatten(), class_labels, routing=routing, generator=generator)
+        F_x = self.net(x_in, c_noise.flatten(), class_labels, routing=routing, generator=generator)
+        return F_x if isinstance(F_x, tuple) else (F_x, None)
 
     def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """Return D_x (N, C, H, W) in `dtype`."""
@@ -89,14 +103,17 @@ class Loss(ABC, Generic[PrecondT]):
     Args:
         contrastive_weight: weight of the error against the velocity of another sample of the micro-batch. It
             is subtracted in `train()` mode, so that predictions of different samples differ [CFM].
+        inner_weight: weight of the error of the inner head's prediction, which is added in `train()` mode
+            [Internal Guidance]; not used without such a head.
     """
 
-    contrastive_weight = 0.0  # for subclasses that do not set it
+    contrastive_weight, inner_weight = 0.0, 0.5  # for subclasses that do not set them
 
-    def __init__(self, contrastive_weight: float = 0.0):
+    def __init__(self, contrastive_weight: float = 0.0, inner_weight: float = 0.5):
         if not 0 <= contrastive_weight < 1:
             raise ValueError(f"diffusion.loss.contrastive_weight={contrastive_weight} must be in [0, 1)")
-        self.contrastive_weight = contrastive_weight
+        check_positive("diffusion.loss.inner_weight", inner_weight)
+        self.contrastive_weight, self.inner_weight = contrastive_weight, inner_weight
 
     @abstractmethod
     def draw_t(
@@ -145,7 +162,7 @@ class Loss(ABC, Generic[PrecondT]):
         t_ = t.view(-1, 1, 1, 1)
         # x_t = alpha(t) x_0 + sigma(t) eps
         x_t = precond.path.alpha(t_) * x + precond.path.sigma(t_) * eps
-        F_x = precond.predict(x_t, t, class_labels, routing=routing, generator=generator)
+        F_x, inner = precond.predict_both(x_t, t, class_labels, routing=routing, generator=generator)
         error = self.error(precond, F_x, x_t, t_, x, eps)  # (N, C, H, W)
         if self.contrastive_weight and precond.training:
             # |u - u_i|^2 - lambda |u - u_j|^2.
@@ -154,6 +171,9 @@ class Loss(ABC, Generic[PrecondT]):
                 raise ValueError(f"{key} needs micro-batches of at least 2 samples")
             others = _path_ends(precond.path, x_t, t_, x.roll(1, 0), eps.roll(1, 0))
             error = error - self.contrastive_weight * self.error(precond, F_x, x_t, t_, *others)
+        if inner is not None and precond.training:
+            # L = L(F_x) + lambda L(F_inner)
+            error = error + self.inner_weight * self.error(precond, inner, x_t, t_, x, eps)
         if mask is not None:
             error = error * mask.unsqueeze(1)
         if reconstruct is not None:

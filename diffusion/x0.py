@@ -36,8 +36,9 @@ class X0Loss(FlowLoss):
         shift: float = 1.0,
         t_min: float = 0.05,
         contrastive_weight: float = 0.0,
+        inner_weight: float = 0.5,
     ):
-        super().__init__(distribution, P_mean, P_std, shift, contrastive_weight)
+        super().__init__(distribution, P_mean, P_std, shift, contrastive_weight, inner_weight=inner_weight)
         check_positive("diffusion.loss.t_min", t_min)
         self.t_min = t_min
 

@@ -1,8 +1,9 @@
 """The interface of a network that can be trained and sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn as nn
 
 from routing import Route
@@ -26,7 +27,8 @@ class Backbone(nn.Module):
     """Base class of networks F_x. Shapes: N samples, C channels, T tokens of the image.
 
     forward(x, c_noise, class_labels, *, routing=None, generator=None) -> F_x (N, C or 2C, H, W), for
-    x (N, C, H, W), c_noise (N,) and class_labels (N,) int64 or None.
+    x (N, C, H, W), c_noise (N,) and class_labels (N,) int64 or None. With an inner head it returns two
+    predictions: F_x, and the one of the inner block.
 
     Args:
         latent_shape: (C, H, W) of the input.
@@ -35,6 +37,9 @@ class Backbone(nn.Module):
         num_tokens: T.
         routes: routes in layer order; (): none.
         blocks: modules that are compiled one by one.
+        inner_head: index of the block after which F_x is predicted, too; None: no second prediction.
+        projected: after a forward in `train()` mode, the output of the projector for each token, and which
+            tokens (N, T) bool the block processed, None: all. None: no projector.
     """
 
     latent_shape: tuple[int, int, int]
@@ -43,6 +48,14 @@ class Backbone(nn.Module):
     num_tokens: int
     routes: tuple[Route, ...]
     blocks: Sequence[nn.Module]
+    inner_head: int | None = None
+    projected: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def add_projector(self, build: Callable[[int], nn.Module], block: int) -> None:
+        """Let the module build(D) read the tokens (N, T, D) after a block in `train()` mode; its output is
+        `projected`.
+        """
+        raise ValueError(f"alignment: {type(self).__name__} has no projector; alignment=none trains without")
 
     def flops(self, num_kept: Sequence[int]) -> Flops:
         """Return the cost of an image if route i keeps num_kept[i] tokens; 0: its window is skipped."""

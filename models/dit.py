@@ -10,6 +10,7 @@ kept by a route, D channels of a token.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -33,7 +34,7 @@ from routing import (
     start_route,
     with_prefix,
 )
-from runtime.errors import check_choice, check_not_negative, check_positive
+from runtime.errors import check_choice, check_index, check_not_negative, check_positive
 
 MAX_DEPTH = 1000  # so that a configuration from outside cannot take all memory
 
@@ -62,6 +63,8 @@ class DiT(Backbone):
             other, so that only attention is cheaper.
         fp32_after_route: run the block after each route outside autocast, as the public TREAD code does.
         gradient_checkpointing: recompute each block in the backward pass: less memory, one more forward.
+        inner_head: index of a block after which a second final layer predicts F_x, too, for
+            `guidance=internal`. None: no second prediction.
 
     Raises:
         ValueError: if sizes do not divide, a choice is unknown, or a route is invalid.
@@ -89,6 +92,7 @@ class DiT(Backbone):
         window: str = "bypass",
         fp32_after_route: bool = False,
         gradient_checkpointing: bool = False,
+        inner_head: int | None = None,
     ):
         super().__init__()
         sizes = {"input_size": input_size, "patch_size": patch_size, "in_channels": in_channels}
@@ -113,6 +117,9 @@ class DiT(Backbone):
             raise ValueError(f"model.num_prefix_tokens={num_prefix_tokens} must be {rule}")
         if window == "separate" and rejoin is not Bypass:
             raise ValueError("model.window=separate must have model/rejoin=bypass")
+        if inner_head is not None:
+            check_index("model.inner_head", inner_head, depth)
+        self.inner_head, self.projector_block, self.projector = inner_head, None, None
         self.patch_size, self.in_channels = patch_size, in_channels
         self.latent_shape = (in_channels, input_size, input_size)
         self.num_classes, self.class_dropout_prob = num_classes, class_dropout_prob
@@ -148,7 +155,9 @@ class DiT(Backbone):
         if pos_embed is not None:
             added[:, num_prefix_tokens:] = pos_embed
         self.rejoins = nn.ModuleList(rejoin(added) for _ in self.routes)
-        self.final_layer = FinalLayer(block.final_norm(hidden_size), hidden_size, patch_size, out_channels)
+        final = partial(FinalLayer, hidden_size=hidden_size, patch_size=patch_size, out_channels=out_channels)
+        self.final_layer = final(block.final_norm(hidden_size))
+        self.inner_layer = None if inner_head is None else final(block.final_norm(hidden_size))
         self._initialize_weights(zero=init == "adaln_zero")
 
     def _initialize_weights(self, zero: bool) -> None:
@@ -167,9 +176,18 @@ class DiT(Backbone):
         nn.init.normal_(self.t_embedder.mlp.get_parameter("2.weight"), std=0.02)
         if zero:
             # Every block starts as the identity, and the network starts at F_x = 0.
-            for part in (*self.blocks, self.final_layer):
+            finals = [layer for layer in (self.final_layer, self.inner_layer) if layer is not None]
+            for part in (*self.blocks, *finals):
                 nn.init.zeros_(part.adaLN_modulation.get_parameter("1.weight"))
-            nn.init.zeros_(self.final_layer.linear.weight)
+            for layer in finals:
+                nn.init.zeros_(layer.linear.weight)
+
+    def add_projector(self, build: Callable[[int], nn.Module], block: int) -> None:
+        """Let the module build(D) read the tokens (N, T, D) after a block in `train()` mode.
+
+        Tokens that bypass the block are read as they entered the window. See `Backbone.projected`.
+        """
+        self.projector, self.projector_block = build(self.final_layer.linear.in_features), block
 
     def forward(
         self,
@@ -179,8 +197,8 @@ class DiT(Backbone):
         *,
         routing: Routing | None = None,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """Return F_x (N, C or 2C, H, W).
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return F_x (N, C or 2C, H, W); with `inner_head`, return F_x and the inner prediction.
 
         Args:
             x: (N, C, H, W) scaled noisy latents.
@@ -201,6 +219,7 @@ class DiT(Backbone):
         arguments = dense_arguments = (c, table)  # what a block takes besides x
         i, end_idx, ids_keep, original, skipping, after_route = 0, None, None, x, False, False
         other = None  # the second sequence of window=separate, and its positions
+        inner, self.projected = None, None
         for idx, block in enumerate(self.blocks):
             if idx in starts:
                 i = starts[idx]
@@ -220,6 +239,11 @@ class DiT(Backbone):
                 if other is not None:
                     other = self._run(block, other[0], *self._at(other[1], c), fp32=False), other[1]
             after_route = False
+            if idx in (self.inner_head, self.projector_block):
+                tokens = self._whole(x, ids_keep, original, other)[:, P:]  # (N, T, D)
+                inner = tokens if idx == self.inner_head else inner
+                if self.training and self.projector is not None and idx == self.projector_block:
+                    self.projected = self.projector(tokens), self._is_kept(ids_keep)
             if idx == end_idx:
                 after_route = ids_keep is not None
                 if ids_keep is not None and self.window == "context":
@@ -227,9 +251,12 @@ class DiT(Backbone):
                 if other is not None:
                     original, other = end_route(*other, original), None  # (N, T, D)
                 x = self.rejoins[i](None if skipping else x, ids_keep, original, generator)  # (N, L, D)
-                arguments, skipping = dense_arguments, False
-        x = self.final_layer(x[:, P:], c[:, P:] if c.shape[1] > 1 else c)  # (N, T, p * p * out_channels)
-        return self._unpatchify(x)  # (N, C or 2C, H, W)
+                arguments, skipping, ids_keep = dense_arguments, False, None
+        c = c[:, P:] if c.shape[1] > 1 else c
+        F_x = self._unpatchify(self.final_layer(x[:, P:], c))  # (N, C or 2C, H, W)
+        if inner is None or self.inner_layer is None:
+            return F_x
+        return F_x, self._unpatchify(self.inner_layer(inner, c))
 
     def flops(self, num_kept: Sequence[int]) -> Flops:
         T, P = self.num_tokens, self.num_prefix_tokens
@@ -243,9 +270,13 @@ class DiT(Backbone):
         rejoins = (P + T) * linear_flops(self.rejoins)
         first = 2 * T * self.x_embedder.proj.weight.numel() + linear_flops(self.t_embedder.mlp[0])
         last = T * linear_flops(self.final_layer.linear) + linear_flops(self.final_layer.adaLN_modulation)
+        if self.inner_layer is not None:
+            last *= 2
         forward = first + linear_flops(self.t_embedder.mlp[2]) + sum(blocks) + rejoins + last
         # Backward: gradients of weights and inputs cost a forward each; the first layers need the former.
         training = 3 * forward - first + (sum(blocks) if self.gradient_checkpointing else 0)
+        if self.projector is not None:
+            training += 3 * T * linear_flops(self.projector)
         after = [r.end_layer_idx + 1 for r, kept in zip(self.routes, num_kept, strict=True) if kept < T]
         fp32 = sum(blocks[idx] for idx in after if idx < len(blocks)) if self.fp32_after_route else 0
         return Flops(forward, training, (4 if self.gradient_checkpointing else 3) * fp32)
@@ -254,6 +285,25 @@ class DiT(Backbone):
         """Gather the conditioning and the position table of the tokens at positions `ids` (N, K)."""
         positions = None if self.positions is None else gather_tokens(self.positions, ids)
         return (c if c.shape[1] == 1 else gather_tokens(c, ids)), positions
+
+    def _whole(
+        self,
+        x: torch.Tensor,
+        ids_keep: torch.Tensor | None,
+        original: torch.Tensor,
+        other: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Return the sequence (N, L, D) inside a window: bypassing tokens as they entered it."""
+        if ids_keep is None or x.shape[1] == original.shape[1]:
+            return x
+        return end_route(x, ids_keep, original if other is None else end_route(*other, original))
+
+    def _is_kept(self, ids_keep: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the image tokens that are in the window, (N, T) bool; None: all."""
+        if ids_keep is None:
+            return None
+        kept = torch.zeros(len(ids_keep), self.num_prefix_tokens + self.num_tokens, device=ids_keep.device)
+        return kept.scatter(1, ids_keep, 1.0)[:, self.num_prefix_tokens :].bool()
 
     def _embed(self, x: torch.Tensor) -> torch.Tensor:
         # fp32: autocast must not make the residual stream bf16. Contiguous: the patches are a transposed view

@@ -161,8 +161,9 @@ def rotary_table(head_size: int, grid_size: int, num_prefix_tokens: int) -> torc
 
 
 def linear_flops(module: nn.Module) -> int:
-    """Return the FLOPs of all linear layers for one token: two per weight."""
-    return sum(2 * layer.weight.numel() for layer in module.modules() if isinstance(layer, nn.Linear))
+    """Return the FLOPs of all linear layers and convolutions for one token: two per weight."""
+    layers = (layer for layer in module.modules() if isinstance(layer, nn.Linear | nn.Conv2d))
+    return sum(2 * layer.weight.numel() for layer in layers)
 
 
 def token_mask(mask: torch.Tensor, patch_size: int, area: float = 0.0) -> torch.Tensor:

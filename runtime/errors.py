@@ -23,6 +23,12 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
         raise ValueError(f"{key}={value} must be one of {', '.join(choices)}")
 
 
+def check_index(key: str, value: int, count: int) -> None:
+    """Raise a ValueError unless the value is in [0, count)."""
+    if not 0 <= value < count:
+        raise ValueError(f"{key}={value} must be in [0, {count - 1}]")
+
+
 def did_you_mean(key: str, keys: Iterable[str]) -> str:
     """Suggest the key most similar to an unknown one; empty if none is similar."""
     name = re.split(r"[./]", key)[-1]

@@ -82,11 +82,12 @@ class Comparison:
         effect = compare(records, study, key, self.arms, self.at, self.guidance)
         if effect is None:
             return None
-        text = f"{study}, {key}, {self.arms[0]} against {self.arms[1]}"
+        text = f"{study}, {key}, {' against '.join(self.arms[:2])}"
+        text += f", more than {' against '.join(self.arms[2:])}" if self.arms[2:] else ""
         text += {"end": "", "best": ", best checkpoint", "gflop": ", equal FLOPs"}[self.at]
         if self.guidance[0] != UNGUIDED:
             chosen = [
-                records.chosen_guidance(study, a, g) for a, g in zip(self.arms, self.guidance, strict=True)
+                records.chosen_guidance(study, a, g) for a, g in zip(self.arms, self.guidance, strict=False)
             ]
             text += f" ({' against '.join(dict.fromkeys(g.replace('guidance=', '') for g in chosen))})"
         gates = tuple(gate for gate, reason in failed_gates(records, study, key).items() if reason)

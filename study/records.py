@@ -122,8 +122,9 @@ class Records:
         return next((key for key in DISTANCES if key in keys), None)
 
     def scales(self, study: str) -> list[str]:
-        """Return the scales of classifier-free guidance with which samples were scored."""
-        return [g for g in dict.fromkeys(row["guidance"] for row in self.rows[study]) if "cfg" in g]
+        """Return the scales of guidance and the widths of averages from which the best is chosen."""
+        tuned = ("guidance=cfg", "guidance=internal", "checkpoint=std")
+        return [g for g in dict.fromkeys(row["guidance"] for row in self.rows[study]) if g.startswith(tuned)]
 
     def chosen_guidance(self, study: str, arm: str, guidance: str) -> str:
         """Resolve `best` to the scale with the lowest mean distance, and to `best` without records."""
@@ -165,31 +166,36 @@ def compare(
     """Return the change of a score from the second arm to the first; None without records.
 
     Args:
+        arms: two; or four, for the change from the second to the first minus the one from the fourth to the
+            third.
         at: `end` or `best` (see `Records.scores`), or `gflop`: at equal cost.
-        guidance: of each arm.
+        guidance: of the first and of the second arm of each two.
 
     At equal cost, and if one arm is compared with itself under other guidance, scores are paired by seed.
     """
+    signs = (1, -1, -1, 1)[: len(arms)]
     if at == "gflop":
-        pair = at_equal_cost(records, study, key, arms)
+        found = at_equal_cost(records, study, key, arms)
     else:
-        pair = [records.scores(study, arm, key, at, g) for arm, g in zip(arms, guidance, strict=True)]
-    one, other = (scaled(scores, key) for scores in pair)
-    if not (one and other):
+        each = zip(arms, (*guidance, *guidance)[: len(arms)], strict=True)
+        found = [records.scores(study, arm, key, at, g) for arm, g in each]
+    groups = [scaled(scores, key) for scores in found]
+    if not all(groups):
         return None
     if at == "gflop" or arms[0] == arms[1]:
-        changes = [one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())]
+        seeds = sorted(set.intersection(*({*scores} for scores in groups)))
+        changes = [sum(s * scores[seed] for s, scores in zip(signs, groups, strict=True)) for seed in seeds]
         return effect_of([changes], (1,)) if changes else None
     others = [scaled(records.scores(study, a, key, at), key) for a in records.arms(study) if a not in arms]
     others = [[*of_arm.values()] for of_arm in others if {*guidance} == {UNGUIDED}]
-    return effect_of([[*one.values()], [*other.values()]], (1, -1), others)
+    return effect_of([[*scores.values()] for scores in groups], signs, others)
 
 
 def at_equal_cost(records: Records, study: str, key: str, arms: Sequence[str]) -> list[Scores]:
-    """Return the scores of two arms at the final cost of the cheaper one. Curves are interpolated."""
+    """Return the scores of arms at the final cost of the cheapest. Curves are interpolated."""
     curves = [records.curve(study, arm, key) for arm in arms]
     if not all(curves):
-        return [{}, {}]
+        return [{}]
     series = [{seed: [point[1:] for point in points] for seed, points in c.items()} for c in curves]
     end = min(max(points[-1][0] for points in seeds.values()) for seeds in series)
     scores = [{seed: between(points, end, key) for seed, points in seeds.items()} for seeds in series]

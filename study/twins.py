@@ -18,7 +18,7 @@ import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -36,6 +36,7 @@ from runtime.files import read_json
 from runtime.machine import device_type
 from runtime.provenance import environment
 from runtime.tables import aligned
+from study.encoder import STEPS, write_features
 from training.run_folder import RunFolder
 
 UNGUIDED, NUM_SAMPLES, NUM_STEPS, NUM_NOISES = "none", 2000, 40, 3
@@ -69,6 +70,10 @@ class Study:
         scales: of classifier-free guidance, at the end; (): do not draw samples.
         noises: sets of noise with which samples of the best, the last and the equally expensive checkpoint
             are drawn.
+        scored: keys of fid.py by arm, each a sweep of the last checkpoint.
+        rates: learning rates of arms that are not searched and do not have `lr`.
+        num_samples, num_steps: of each set of samples.
+        features: prepare the data with features of a small encoder (study/encoder.py).
     """
 
     data: str
@@ -83,6 +88,11 @@ class Study:
     scales: tuple[float, ...] = ()
     noises: int = NUM_NOISES
     gpu: bool = False
+    scored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=dict)
+    num_samples: int = NUM_SAMPLES
+    num_steps: int = NUM_STEPS
+    features: bool = False
 
 
 STABLE = ("train.grad_clip=1", "optimizer.warmup_steps=200", "optimizer.betas=[0.9,0.99]")
@@ -113,6 +123,38 @@ STUDIES = {
     "glyphs-s2": Study(steps=8000, evaluations=4, **ON_GPU),
     "glyphs-s2-32k": Study(steps=32_000, evaluations=16, **ON_GPU),
 }
+# What may stack with routing. The blocks are B's published ones: 1 is before the window, 3 is in it.
+STACKED = {
+    "SRA 2": ("alignment=sra2",),
+    "REPA": ("alignment=repa", "alignment.width=96"),
+    "internal": ("model.inner_head=3",),
+    "Muon": ("optimizer=muon",),
+    "post hoc": ("ema=post_hoc",),
+}
+STACKS = {
+    f"{twin}, {name}".removesuffix(", "): (*keys, *more)
+    for name, more in {"": (), **STACKED}.items()
+    for twin, keys in TWINS.items()
+}
+STACKS["routed, REPA kept"] = (*STACKS["routed, REPA"], "alignment.tokens=kept")
+STACKS["routed, REPA delayed"] = (*STACKS["routed, REPA"], "model.routes.0.start_layer_idx=4")
+SMALL = ("model/size=tiny", "model.patch_size=2", "model.hidden_size=48", "model.depth=12")
+SMALL += ("model.num_heads=3", "data.num_images=32768", "train.batch_size=32", "train.num_workers=0", *STABLE)
+GUIDED = ("guidance={}", "guidance_scale=1.25,1.5,2")
+SCORED = {arm: tuple(key.format("internal") for key in GUIDED) for arm in STACKS if "internal" in arm}
+SCORED |= {arm: ("checkpoint=std0.03,std0.05,std0.1,std0.15",) for arm in STACKS if "post hoc" in arm}
+SCORED |= {arm: tuple(key.format("cfg") for key in GUIDED) for arm in TWINS}
+STUDIES["stacks-256"] = Study(
+    *("glyphs", SMALL, STACKS, 800, 0.008),
+    search_seeds=(),
+    seeds=(0, 1, 2, 3, 4),
+    evaluations=8,
+    noises=1,
+    scored=SCORED,
+    num_samples=500,
+    num_steps=18,
+    features=True,
+)
 TINY = ("model.hidden_size=32", "train.batch_size=4", "train.log_every=1", "train.compile=false")
 TINY += ("optimizer.warmup_steps=0", "model.num_heads=2")
 TINY_DATA = {"glyphs": ("data.num_images=2048",)}
@@ -194,7 +236,9 @@ class Work:
 
     def run(self) -> list[str]:
         """Run the trainings that are not recorded yet. Return the failures."""
-        rates = dict.fromkeys(self.arms, self.study.lr)
+        rates = dict.fromkeys(self.arms, self.study.lr) | dict(self.study.rates)
+        if self.study.features:
+            self._prepare()
         if self.study.search_seeds:
             while searches := [(a, seed, lr) for a in self.arms for seed, lr in self._next_searches(a)]:
                 if failures := self._run("searches", searches):
@@ -202,6 +246,14 @@ class Work:
             rates = {arm: chosen_lr(self._rows(), arm) for arm in self.arms}
         seeds = self.request.seeds or (self.study.seeds[:1] if self.request.tiny else self.study.seeds)
         return self._run("trainings", [(arm, seed, rates[arm]) for seed in seeds for arm in self.arms])
+
+    def _prepare(self) -> None:
+        """Write the data of the study with features."""
+        keys = [f"data={self.study.data}", *self.study.task]
+        keys += TINY_DATA.get(self.study.data, ()) if self.request.tiny else ()
+        path = self.request.out.resolve() / self.name
+        compose(("model=dit", *keys, f"data.path={path}")).data()
+        write_features(path, TINY_STEPS if self.request.tiny else STEPS)
 
     def _evaluated(self, step: float) -> int:
         return max(1, round(step / self.every)) * self.every
@@ -258,17 +310,18 @@ class Work:
                 return [{**shared, "step": steps, LOSS: math.inf}]  # the rate is too high
             raise
         rows = [{**shared, **row} for row in evaluations_of(run)]
-        if study.scales and not search:
+        if (study.scales or study.scored) and not search:
             costs = {row["step"]: {**shared, "gflop": row["gflop"]} for row in rows}
             best = min(rows, key=lambda row: row[LOSS])["step"]
             rows += [{**costs[row["step"]], **row} for row in self._score(run, arm, seed, best)]
         return rows
 
     def _score(self, run: Path, arm: str, seed: int, best: int) -> Rows:
-        """Draw and score samples: three sets of noise at the best, the last and the equally expensive step,
-        one at quarters of the training and with guidance. Each training has noise of its own.
+        """Draw and score samples: `noises` sets of noise at the best, the last and the equally expensive
+        step, one at quarters of the training and with guidance. With `scored`, one set at the last step, and
+        one for each of its values. Each training has noise of its own.
         """
-        noises, samples = (1, 20) if self.request.tiny else (self.study.noises, NUM_SAMPLES)
+        noises, samples = (1, 20) if self.request.tiny else (self.study.noises, self.study.num_samples)
         first = seed * NUM_NOISES * samples
         chosen = [best, self.steps, self.equal[arm]]
         quarters = {self._evaluated(share * self.steps) for share in (0.25, 0.5, 0.75)}
@@ -276,11 +329,15 @@ class Work:
         seeds = ",".join(str(first + noise * samples) for noise in range(noises))
         one = [f"first_seed={first}"]
         scales = ",".join(map(str, self.study.scales))
-        sweeps = [[f"checkpoint={listed(chosen)}", f"first_seed={seeds}"]]
-        sweeps += [[f"checkpoint={listed(rest)}", *one]] if (rest := quarters - {*chosen}) else []
-        sweeps += [[f"checkpoint={self.steps}", "guidance=cfg", f"guidance_scale={scales}", *one]]
+        last = [f"checkpoint={self.steps}", *one]
+        if self.study.scored:
+            sweeps = [last, *([[*last, *keys]] if (keys := self.study.scored.get(arm)) else [])]
+        else:
+            sweeps = [[f"checkpoint={listed(chosen)}", f"first_seed={seeds}"]]
+            sweeps += [[f"checkpoint={listed(rest)}", *one]] if (rest := quarters - {*chosen}) else []
+            sweeps += [[*last, "guidance=cfg", f"guidance_scale={scales}"]]
         shared = [f"run={run}", f"suite={self.study.data}", f"reference={run.parent / self.name}"]
-        shared += [f"num_samples={samples}", f"num_steps={2 if self.request.tiny else NUM_STEPS}"]
+        shared += [f"num_samples={samples}", f"num_steps={2 if self.request.tiny else self.study.num_steps}"]
         shared += [f"compile={not self.request.tiny}"]
         for sweep in sweeps:
             log = Path(f"{run}.log")
@@ -297,11 +354,14 @@ def scores_of(file: Path, num_samples: int) -> dict[str, Any]:
     """Return step, guidance, set of noise and scores of a record of fid.py."""
     record = read_json(file)
     drawn = record["samples"]["drawn"]
-    scale = drawn["guidance"].get("guidance_scale")
-    guidance = UNGUIDED if scale in (None, 1) else f"guidance=cfg guidance_scale={scale:g}"
-    step = int(Path(drawn["checkpoint"]).stem.removeprefix("step_"))
+    scale, target = drawn["guidance"].get("guidance_scale"), drawn["guidance"]["_target_"]
+    name = "internal" if target == "diffusion.InternalGuidance" else "cfg"
+    guidance = UNGUIDED if scale in (None, 1) else f"guidance={name} guidance_scale={scale:g}"
+    _, step, *width = Path(drawn["checkpoint"]).name.split("_")
+    if width:
+        guidance = f"checkpoint={width[0]}"
     noise = drawn["first_seed"] // num_samples % NUM_NOISES
-    return {"step": step, "guidance": guidance, "noise": noise, **record["values"]}
+    return {"step": int(step), "guidance": guidance, "noise": noise, **record["values"]}
 
 
 def file_name(text: str) -> str:

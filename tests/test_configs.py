@@ -35,7 +35,7 @@ from tests.runs import ROOT, composed, validated, written
 SIZES = [p.stem for p in (ROOT / "configs/model/size").glob("*.yaml") if p.stem != "auto"]
 EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
 GROUPS = ["data", "parity", "diffusion", "optimizer", "ema", "sampler", "sampler/times", "guidance"]
-GROUPS += ["evaluation", "tracker"]
+GROUPS += ["alignment", "evaluation", "tracker"]
 # The numbers that the paper's code trains and samples with; no other file may change them.
 RECIPE = {
     "model": {
@@ -56,11 +56,18 @@ RECIPE = {
         "window": "bypass",
         "fp32_after_route": False,
         "gradient_checkpointing": False,
+        "inner_head": None,
     },
     "diffusion": {
         "sigma_data": 0.5,
         "precond": {"_target_": "diffusion.EDMPrecond", "sigma_data": 0.5},
-        "loss": {"_target_": "diffusion.EDMLoss", "P_mean": -1.2, "P_std": 1.2, "contrastive_weight": 0.0},
+        "loss": {
+            "_target_": "diffusion.EDMLoss",
+            "P_mean": -1.2,
+            "P_std": 1.2,
+            "contrastive_weight": 0.0,
+            "inner_weight": 0.5,
+        },
     },
     "optimizer": {
         "_target_": "torch.optim.AdamW",
@@ -120,7 +127,9 @@ def needs_path(option):
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes_and_builds(group, option, latents):
     extra = [f"data.path={latents}"] if needs_path(option) else []
-    extra += ["data=latents", f"data.path={latents}"] if option == "adamw_latents" else []
+    needs_latents = (group, option) in (("optimizer", "adamw_latents"), ("ema", "latents"))
+    extra += ["data=latents", f"data.path={latents}"] if needs_latents else []
+    extra += ["model.inner_head=1"] if option == "internal" else []
     extra += ["evaluation.reference=REFERENCE.npz"] if option in ("adm", "adm_5k", "all") else []
     extra += ["sampler=heun"] if group == "sampler/times" else []
     extra += ["diffusion=ddpm", "sampler.solve_on=null"] if option == "respaced" else []

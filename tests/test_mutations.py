@@ -17,7 +17,7 @@ def test_every_text_and_every_test_of_the_lists_exists():
 
 
 def test_an_entry_that_does_not_fit_is_named():
-    file, text, tests = "training/ema.py", "1 - skipped\n", "tests/training/test_ema.py"
+    file, text, tests = "training/ema/average.py", "1 - skipped\n", "tests/training/test_ema.py"
     assert Mutation(file, text, "1\n", tests).problem() == ""
     assert "the text is in the file 0 times" in Mutation("training/em.py", text, "1\n", tests).problem()
     assert "times, must be once" in Mutation(file, "self", "", tests).problem()

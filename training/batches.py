@@ -7,14 +7,14 @@ resumed run, or one on another number of ranks, draws the same.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from runtime.launch import Launch
 
-Stored = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]
+Stored = tuple[Any, ...]
 
 
 class MicroBatch(NamedTuple):
@@ -26,6 +26,7 @@ class MicroBatch(NamedTuple):
     force_keep: torch.Tensor | None  # (N, T) tokens that must not bypass
     num_forced: int  # largest number of forced tokens in a sample of the global batch
     generator: torch.Generator  # for all random draws
+    features: torch.Tensor | None = None  # (N, T, F) of the images, for alignment
 
 
 @dataclass(eq=False, repr=False)
@@ -33,7 +34,8 @@ class Batches:
     """The endless stream of this rank's micro-batches.
 
     Args:
-        read: read(step) yields this rank's micro-batches (entries, labels, masks, num_forced) from `step` on.
+        read: read(step) yields this rank's micro-batches from `step` on: entries, labels, masks, num_forced,
+            and features, which may be missing.
         entries: entries(step) returns the entries of the global batch of a step (from 0), in order.
         to_latents: to_latents(entries, generator) converts stored entries to the network's input.
         token_mask: converts masks (N, H, W) to the tokens (N, T) that must not bypass; None: no masks.
@@ -70,13 +72,14 @@ class Batches:
 
     def _micro_batches(self, step: int, stored: Iterator[Stored]) -> Iterator[MicroBatch]:
         for index in self.indices:
-            entries, labels, masks, num_forced = next(stored)
-            labels, masks = (
-                t if t is None else t.to(self.launch.device, non_blocking=True) for t in (labels, masks)
+            entries, labels, masks, num_forced, *rest = next(stored)
+            labels, masks, *rest = (
+                t if t is None else t.to(self.launch.device, non_blocking=True)
+                for t in (labels, masks, *rest)
             )
             generator = self.generator(step, index)
             x = self.to_latents(entries.to(self.launch.device, non_blocking=True), generator)
             if step == index == 0:
                 self.check_std(x.std())  # SYNC: once per run
             force_keep = None if masks is None or self.token_mask is None else self.token_mask(masks)
-            yield MicroBatch(x, labels, masks, force_keep, num_forced, generator)
+            yield MicroBatch(x, labels, masks, force_keep, num_forced, generator, *rest)

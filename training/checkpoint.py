@@ -28,7 +28,7 @@ from training.sharding import is_sharded, part_of, whole
 STEP_FOLDER = re.compile(r"step_(\d{8})")
 STATE, SUMS = "state.json", "SHA256SUMS"
 MAX_SUMS_BYTES = 2**18
-WHOLE = ("ema",)  # parts whose tensors are in one file, although they are sharded
+WHOLE = ("ema", "ema_wide")  # parts whose tensors are in one file, although they are sharded
 
 State = tuple[dict[str, torch.Tensor], dict[str, Any]]  # of a part: tensors by name, and the rest
 

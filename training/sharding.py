@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.utils._pytree import tree_map
 
 from runtime.launch import Launch
 
@@ -50,8 +51,8 @@ def shard(
 
 
 def _copy(net: nn.Module, inputs: Any, output: Any) -> Any:
-    """Copy an output that is one tensor: `fully_shard` warns of a view."""
-    return output.clone() if isinstance(output, torch.Tensor) else output
+    """Copy the tensors of an output: `fully_shard` warns of a view."""
+    return tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, output)
 
 
 @contextmanager

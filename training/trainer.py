@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from runtime.launch import Launch
+from training.alignment import Alignment
 from training.batches import Batches, MicroBatch
 from training.checkpoint import CheckpointFolder, Part
 from training.clock import Clock
@@ -50,6 +51,7 @@ class Trainer:
         route_plan: a `routing.RoutePlan`: the routing of a step, and the number of forced tokens that bypass.
         evaluators: pairs (interval in steps, evaluator); evaluator(step) -> {key: number or picture}.
         work: FLOPs of an image, for the log; None: unknown.
+        alignment: its loss is added; None: there is none.
         speed_check: called once with the ratios of the last step, at the first log point after a save where
             tokens bypass: by then everything is compiled, and a stop loses nothing.
     """
@@ -68,26 +70,30 @@ class Trainer:
     stop: StopRequest
     settings: Settings
     work: Work | None
+    alignment: Alignment | None = None
     speed_check: Callable[[tuple[float, ...]], None] | None = None
 
     def __post_init__(self) -> None:
+        self.ema_wide: EMA | None = getattr(self.ema, "wide", None)
         self.parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
         # Weights, their average, and two optimizer states per weight, in fp32.
         num_bytes = 4 * 4 * sum(parameter.numel() for parameter in self.net.parameters())
         self.clock = Clock(self.launch.device, num_bytes / SLOW_DISK)
         options = self.work, self.settings.log_every, self.settings.max_skipped_steps
-        self.window = Window(self.launch, self.clock, self.batches, bool(self.net.routes), *options)
+        logged = bool(self.net.routes), self.alignment is not None
+        self.window = Window(self.launch, self.clock, self.batches, *logged, *options)
         self.step = self.saved_step = self.first_step = 0
 
     @property
     def networks(self) -> list[nn.Module]:
-        """The trained network, and the averaged one."""
-        return [self.net, *([self.ema.net] if self.ema is not None else [])]
+        """The trained network, and the averaged ones."""
+        averages = [average.net for average in (self.ema, self.ema_wide) if average is not None]
+        return [self.net, *averages]
 
     @property
     def parts(self) -> dict[str, Part]:
         """The parts that a checkpoint saves."""
-        names = ("net", "ema", "optimizer", "clock", "window", "recorder")
+        names = ("net", "ema", "ema_wide", "optimizer", "clock", "window", "recorder")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
     def resume_newest(self) -> None:
@@ -141,6 +147,10 @@ class Trainer:
             with nullcontext() if number == num_micro_batches else no_sync(self.precond.net):
                 options = {"routing": routing, "mask": batch.masks, "generator": batch.generator}
                 losses = self.loss(self.precond, batch.x, batch.class_labels, **options)
+                if self.alignment is not None:
+                    aligned = self.alignment.loss(self.net, batch.x, batch.features, self.step)
+                    losses = losses + self.alignment.weight * aligned
+                    self.window.add_alignment(aligned.detach().mean() / num_micro_batches)
                 micro_loss = losses.mean() / num_micro_batches
                 # A loss that is not finite makes all gradients NaN, so that all ranks skip the step.
                 (micro_loss * torch.where(micro_loss.isfinite(), 1.0, torch.nan)).backward()

@@ -20,7 +20,7 @@ COMPILED = "_orig_mod."  # in the names of compiled modules
 # Entries under which public code (DiT, SiT, REPA, MaskDiT, TREAD) saves weights, averaged ones first.
 ENTRIES = ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict")
 AVERAGED = re.compile(r"ema|averag|(?<!exp_)avg|polyak|swa|shadow|teacher", re.IGNORECASE)  # names of entries
-IGNORED = ("projectors.",)  # REPA's alignment heads, which sampling does not use
+IGNORED = ("projectors.", "projector.")  # of REPA and of this project: sampling does not use them
 SWIGLU = ".mlp.w12."
 RENAMED = {SWIGLU: ".mlp.fc1.", ".mlp.w3.": ".mlp.fc2."}  # LightningDiT
 ROPE = ("feat_rope.freqs_sin", "feat_rope.freqs_cos")  # tables (T, d) that our networks compute

@@ -20,8 +20,9 @@ from runtime.machine import peak_gib, reset_peak
 from training.batches import Batches
 from training.clock import Clock
 
-COLUMNS = ("loss", "grad_norm", "skipped", "selection_ratio", "num_forced_bypassed", "tflop")
-SKIPPED, RATIO, BYPASSED, TFLOP = range(2, len(COLUMNS))
+COLUMNS = ("loss", "grad_norm", "alignment_loss", "skipped", "selection_ratio", "num_forced_bypassed")
+COLUMNS += ("tflop",)
+ALIGNMENT, SKIPPED, RATIO, BYPASSED, TFLOP = range(2, len(COLUMNS))
 MAX_NAMED = 4  # samples with the largest losses that are reported per step
 LARGEST, INDICES = len(COLUMNS), len(COLUMNS) + MAX_NAMED  # first columns of their losses and batch indices
 NUM_FIELDS = INDICES + MAX_NAMED
@@ -59,6 +60,7 @@ class Window:
 
     Args:
         routed: True to log the ratios of the routes.
+        aligned: True to log the loss of the alignment.
         work: None: FLOPs are unknown and not logged.
         max_skipped_steps: number of consecutive skipped steps that end the run.
     """
@@ -67,6 +69,7 @@ class Window:
     clock: Clock
     batches: Batches
     routed: bool
+    aligned: bool
     work: Work | None
     log_every: int
     max_skipped_steps: int
@@ -82,6 +85,10 @@ class Window:
     def add_bypassed(self, num_tokens: torch.Tensor) -> None:
         """Add the number of tokens of a micro-batch that bypass although a mask forces them to stay."""
         self.rows[self.num_rows, BYPASSED] += num_tokens
+
+    def add_alignment(self, loss: torch.Tensor) -> None:
+        """Add the share of a micro-batch in the alignment loss of a step, before its weight (0-d)."""
+        self.rows[self.num_rows, ALIGNMENT] += loss
 
     def add_step(
         self,
@@ -114,7 +121,7 @@ class Window:
     def values(self) -> dict[str, Any]:
         """Return means over the applied steps of all ranks."""
         rows = self._gathered_rows()[..., : len(COLUMNS)]  # (P, R, len(COLUMNS))
-        rows[..., :2] = (rows[..., :2] * (1 - rows[..., SKIPPED, None])).nan_to_num(0.0, 0.0, 0.0)
+        rows[..., :SKIPPED] = (rows[..., :SKIPPED] * (1 - rows[..., SKIPPED, None])).nan_to_num(0.0, 0.0, 0.0)
         means = reduce(torch.add, rows.unbind(1)).sum(0).div(self.launch.world_size)
         sums, num_steps = dict(zip(COLUMNS, means.tolist(), strict=True)), rows.shape[1]
         applied = num_steps - sums["skipped"]
@@ -122,6 +129,7 @@ class Window:
         values = {
             "loss": sums["loss"] / applied if applied else None,
             "grad_norm": sums["grad_norm"] / applied if applied else None,
+            **({"alignment_loss": sums["alignment_loss"] / max(1, applied)} if self.aligned else {}),
             "num_skipped_steps": int(sums["skipped"]),
             "images_per_sec": num_steps * self.batches.batch_size / window_sec,
             "train_time_sec": self.clock.train_time_sec,

@@ -3,5 +3,6 @@
 from diffusion.guidance.auto import AutoGuidance
 from diffusion.guidance.cfg import CFG
 from diffusion.guidance.guidance import Branch, Guidance, predict
+from diffusion.guidance.internal import InternalGuidance
 from diffusion.guidance.path_drop import PathDropGuidance
 from diffusion.guidance.sparse import SparseGuidance

@@ -23,12 +23,14 @@ class Branch:
         class_labels: (N,); None for an unconditional network.
         rand: rand(num) -> (N, num) uniform in [0, 1), drawn per sample. A routed branch selects its tokens by
             this noise. None: the device's default generator.
+        inner: the prediction of the network's inner head.
     """
 
     precond: Precond
     class_labels: torch.Tensor | None
     routing: Routing | None = None
     rand: Callable[[int], torch.Tensor] | None = None
+    inner: bool = False
 
     @property
     def num_kept(self) -> tuple[int, ...]:
@@ -40,19 +42,27 @@ class Branch:
 
 def predict(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> list[torch.Tensor]:
     """Return F_x of each branch. Branches that share a network and a length share a forward."""
-    groups: dict[Any, list[int]] = {}
-    for i, branch in enumerate(branches):
-        groups.setdefault((branch.precond, branch.num_kept), []).append(i)
-    F_x: list[torch.Tensor] = [x] * len(branches)
-    for indices in groups.values():
-        outputs = _forward([branches[i] for i in indices], x, t).chunk(len(indices))
-        for i, output in zip(indices, outputs, strict=True):
-            F_x[i] = output
-    return F_x
+    groups: dict[Any, dict[Any, Branch]] = {}
+    for branch in branches:
+        groups.setdefault((branch.precond, branch.num_kept), {})[inputs_of(branch)] = branch
+    F_x: dict[Any, torch.Tensor] = {}
+    for group in groups.values():
+        for inner, output in enumerate(_forward([*group.values()], x, t)):
+            if output is not None:
+                parts = output.chunk(len(group))
+                F_x |= {(inputs, bool(inner)): part for inputs, part in zip(group, parts, strict=True)}
+    return [F_x[inputs_of(branch), branch.inner] for branch in branches]
 
 
-def _forward(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    # F_x of branches with the same network and length, concatenated along the batch.
+def inputs_of(branch: Branch) -> tuple[Any, ...]:
+    """Identify what a branch gives to its network."""
+    return branch.precond, branch.num_kept, id(branch.class_labels), id(branch.routing)
+
+
+def _forward(
+    branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    # F_x and inner F_x of branches with one network and length, concatenated along the batch.
     first, n = branches[0], len(branches)
     labels, routing = first.class_labels, first.routing
     if labels is not None:
@@ -61,7 +71,7 @@ def _forward(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> to
         noises = [b.routing.noise for b in branches if b.routing is not None and b.routing.noise is not None]
         noise = [torch.cat(parts) for parts in zip(*noises, strict=True)]
         routing = replace(routing, noise=noise)
-    return first.precond.predict(torch.cat([x] * n), t, labels, routing=routing)
+    return first.precond.predict_both(torch.cat([x] * n), t, labels, routing=routing)
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from evaluation.precision import strict_fp32
 from runtime.errors import check_choice
 from runtime.files import sha256
+from runtime.timm_networks import load_timm
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,6 @@ class EncoderDetector:
     """
 
     def __init__(self, name: str, folder: str | Path, device: torch.device | str = "cpu"):
-        import timm
-        from safetensors import SafetensorError, safe_open
-
         check_choice("evaluation.encoders", name, ENCODERS)
         self.name, self.encoder, self.device = name, ENCODERS[name], torch.device(device)
         self.num_features = {name: self.encoder.num_features}
@@ -81,21 +79,13 @@ class EncoderDetector:
             hint = f"`python -m evaluation.fetch files=[{name}]` downloads it"
             raise FileNotFoundError(f"{file}, the weights of {name}, not found; {hint}")
         # Images of any size: position embeddings are resized, images padded to whole patches.
-        options: dict[str, Any] = {"pretrained_cfg_overlay": {"file": str(file)}}
+        options: dict[str, Any] = {}
         if "vit" in self.encoder.model:
             options |= {"dynamic_img_size": True, "dynamic_img_pad": True}
         if self.encoder.layer != "projected":
             options["num_classes"] = 0
-        try:
-            network = timm.create_model(self.encoder.model, pretrained=True, **options)
-            with safe_open(file, "pt") as weights:  # timm ignores missing ones where it leaves out the head
-                if missing := network.state_dict().keys() - {*weights.keys()}:
-                    raise RuntimeError(f"{', '.join(sorted(missing)[:3])} and others are missing")
-        except (RuntimeError, SafetensorError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{file} does not hold the weights of {self.encoder.model}: {reason}") from error
-        self._network = network.to(self.device).eval()
-        cfg = network.pretrained_cfg
+        self._network: Any = load_timm(self.encoder.model, file, options).to(self.device)
+        cfg = self._network.pretrained_cfg
         self._mean, self._std = (torch.tensor(cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
         self.record = {"path": str(file), "sha256": sha256(file), **asdict(self.encoder)}
         self.record |= {library: version(library) for library in ("timm", "pillow")}

@@ -117,14 +117,14 @@ def test_the_loss_of_kept_tokens_is_over_pixels_that_every_route_kept(routes, ma
     """
     net, (x, _, labels) = small_dit(routes, class_dropout_prob=0.0).train(), small_batch(32)
     precond, drawn, seen, router = EDMPrecond(net), [], [], net.router
-    predict = precond.predict
+    predict = precond.predict_both
     net.router = lambda *args, **kwargs: drawn.append(router(*args, **kwargs)) or drawn[-1]
-    precond.predict = lambda x, t, *args, **kwargs: (
+    precond.predict_both = lambda x, t, *args, **kwargs: (
         seen.append((x, t, predict(x, t, *args, **kwargs))) or seen[-1][-1]
     )
     loss, mask = KeptTokensLoss(EDMLoss(), net, weight), torch.rand(32, 8, 8) if masked else None
     losses = loss(precond, x, labels, routing=Routing(routes[0].selection_ratio), mask=mask)
-    ((x_t, t, F_x),) = seen
+    ((x_t, t, (F_x, _)),) = seen
     kept = torch.ones(32, 16)
     for ids_keep in drawn:
         kept *= torch.zeros(32, 16).scatter(1, ids_keep, 1.0)

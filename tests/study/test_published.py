@@ -133,7 +133,7 @@ def test_a_published_dense_score_has_the_loss_and_sampler_of_its_paper():
     rows = {(row.experiment, "fid50k" in row.values): row for row in read_rows()}
     for size in ("b_2", "xl_2"):
         dit, sit = (rows[f"imagenet256_{model}_{size}_400k", True] for model in ("dit", "sit"))
-        assert dit.config["diffusion"]["loss"] == {"_target_": "diffusion.DDPMLoss"}
+        assert dit.config["diffusion"]["loss"]["_target_"] == "diffusion.DDPMLoss"
         assert dit.experiment_config["diffusion"]["loss"]["_target_"] == "diffusion.EDMLoss"
         samplers = [
             (row.config["sampler"]["_target_"], row.config["sampler"]["num_steps"]) for row in (dit, sit)

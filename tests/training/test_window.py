@@ -23,7 +23,7 @@ def window(indices=range(8), log_every=4, max_skipped_steps=3, launch=ALONE):
 
     clock = SimpleNamespace(train_time_sec=0.0)
     batches = SimpleNamespace(sample_indices=torch.tensor(list(indices)), entries=entries, batch_size=8)
-    return Window(launch, clock, batches, True, None, log_every, max_skipped_steps)
+    return Window(launch, clock, batches, True, False, None, log_every, max_skipped_steps)
 
 
 @dataclass(frozen=True)

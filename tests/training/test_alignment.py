@@ -1,0 +1,213 @@
+"""Auxiliary losses of tokens after a block, against independent transcriptions of their formulas."""
+
+import numpy as np
+import pytest
+import torch
+
+from models import DiT
+from routing import Route, Routing
+from training.alignment import IREPA, REPA, SRA2
+
+ROUTES = (Route(0.5, 1, 3),)
+
+
+def network(**options):
+    """A DiT of 5 blocks with 16 tokens of 2x2 pixels, whose blocks are not the identity."""
+    torch.manual_seed(0)
+    net = DiT(8, 2, 3, 32, 5, 4, num_classes=5, class_dropout_prob=0.0, **options)
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return net.train()
+
+
+def batch(n=4):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 3, 8, 8, generator=generator)
+    return x, torch.randn(n, generator=generator), torch.arange(n) % 5
+
+
+def hidden_after(net, block, x, c_noise, labels, **kwargs):
+    """The input of the next block, and the output of the network."""
+    seen = []
+    handle = net.blocks[block].register_forward_hook(lambda module, args, output: seen.append(output))
+    F_x = net(x, c_noise, labels, **kwargs)
+    handle.remove()
+    return seen[0], F_x
+
+
+def test_sra2_is_the_smooth_l1_loss_against_the_clean_patch():
+    net, (x, c_noise, labels) = network(), batch()
+    alignment = SRA2(block=2, num_layers=3, width=8)
+    alignment.attach(net, None)
+    hidden, _ = hidden_after(net, 2, x, c_noise, labels)
+    losses = alignment.loss(net, x, None, step=0).detach().numpy()
+    layers = [layer for layer in net.projector if isinstance(layer, torch.nn.Linear)]
+    assert [layer.out_features for layer in layers] == [8, 8, 12]
+    for i in range(4):
+        errors = []
+        for token in range(16):
+            h = hidden[i, token].detach().double().numpy()
+            for n, layer in enumerate(layers):
+                h = h / (1 + np.exp(-h)) if n else h
+                h = layer.weight.detach().double().numpy() @ h + layer.bias.detach().double().numpy()
+            row, column = divmod(token, 4)
+            patch = x[i, :, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2].flatten().numpy()
+            d = np.abs(h - patch)
+            errors.append(np.where(d > 0.05, d - 0.025, d**2 / 0.1).mean())
+        assert losses[i] == pytest.approx(np.mean(errors), rel=1e-5)
+
+
+def test_the_published_projector_of_b_has_about_8_million_weights():
+    alignment = SRA2()
+    size = sum(p.numel() for p in alignment.projector(768, 16, 16).parameters())
+    assert alignment.block == 1 and size == pytest.approx(8.3e6, rel=0.01)
+
+
+def test_repa_is_the_mean_cosine_with_the_features():
+    net, (x, c_noise, labels) = network(), batch()
+    features = torch.randn(4, 16, 7, generator=torch.Generator().manual_seed(2))
+    alignment = REPA(block=1, width=8)
+    alignment.attach(net, (16, 7))
+    hidden, _ = hidden_after(net, 1, x, c_noise, labels)
+    h, y = net.projector(hidden).detach().double().numpy(), features.double().numpy()
+    cosines = (h * y).sum(-1) / np.linalg.norm(h, axis=-1) / np.linalg.norm(y, axis=-1)
+    losses = alignment.loss(net, x, features.half(), step=0)
+    assert losses.tolist() == pytest.approx((-cosines.mean(axis=1)).tolist(), abs=1e-3), "features are fp16"
+    assert [layer.out_features for layer in net.projector if hasattr(layer, "weight")] == [8, 8, 7]
+
+
+def test_irepa_convolves_the_grid_and_normalises_features_over_tokens():
+    net, (x, c_noise, labels) = network(), batch()
+    features = torch.randn(4, 16, 7, generator=torch.Generator().manual_seed(2))
+    alignment = IREPA(block=1)
+    alignment.attach(net, (16, 7))
+    hidden, _ = hidden_after(net, 1, x, c_noise, labels)
+    grid = torch.zeros(4, 6, 6, 32, dtype=torch.float64)
+    grid[:, 1:5, 1:5] = hidden.detach().double().view(4, 4, 4, 32)  # padded by zeros
+    weight, bias = (p.detach().double() for p in net.projector.parameters())
+    h = bias.expand(4, 4, 4, 7).clone()
+    for row in range(3):
+        for column in range(3):
+            h += grid[:, row : row + 4, column : column + 4] @ weight[:, :, row, column].T
+    y = features.double().numpy()
+    y = (y - y.mean(axis=1, keepdims=True)) / (y.std(axis=1, ddof=1, keepdims=True) + 1e-6)
+    h = h.view(4, 16, 7).numpy()
+    cosines = (h * y).sum(-1) / np.linalg.norm(h, axis=-1) / np.linalg.norm(y, axis=-1)
+    losses = alignment.loss(net, x, features, 0).tolist()
+    assert losses == pytest.approx((-cosines.mean(1)).tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("window", "prefix"), [("bypass", 0), ("bypass", 2), ("context", 0), ("context", 2), ("separate", 0)]
+)
+def test_bypassing_tokens_are_read_as_they_entered_the_window(window, prefix):
+    net, (x, c_noise, labels) = network(routes=ROUTES, window=window, num_prefix_tokens=prefix), batch()
+    net.add_projector(lambda width: torch.nn.Identity(), 2)
+    noise = torch.rand(4, 16, generator=torch.Generator().manual_seed(3))
+    entered, _ = hidden_after(net, 0, x, c_noise, labels, routing=Routing(0.5, noise=[noise]))
+    inside, _ = hidden_after(net, 2, x, c_noise, labels, routing=Routing(0.5, noise=[noise]))
+    tokens, kept = net.projected
+    assert torch.equal(kept, noise.argsort(1).argsort(1) < 8)
+    for i in range(4):
+        if window == "context":  # they stay in the window
+            expected = inside[i, prefix:]
+        else:
+            expected = entered[i, prefix:].clone()
+            expected[kept[i]] = inside[i, prefix:]
+        if window == "separate":  # the others passed the blocks as a second sequence
+            assert torch.allclose(tokens[i, kept[i]], expected[kept[i]])
+            assert not torch.allclose(tokens[i, ~kept[i]], expected[~kept[i]])
+        else:
+            assert torch.allclose(tokens[i], expected)
+
+
+@pytest.mark.parametrize(("block", "whole"), [(0, True), (1, False), (3, False), (4, True)])
+def test_only_blocks_of_the_window_have_kept_tokens(block, whole):
+    net, (x, c_noise, labels) = network(routes=ROUTES), batch()
+    net.add_projector(lambda width: torch.nn.Identity(), block)
+    net(x, c_noise, labels)
+    tokens, kept = net.projected
+    assert tokens.shape == (4, 16, 32)
+    assert kept is None if whole else kept.sum(dim=1).tolist() == [8] * 4
+    net(x, c_noise, labels, routing=Routing(0))
+    assert net.projected[1] is None, "a dense step keeps all tokens"
+
+
+def test_kept_tokens_alone_count_if_the_alignment_says_so():
+    net, (x, c_noise, labels) = network(routes=ROUTES), batch()
+    features = torch.randn(4, 16, 7)
+    losses = {}
+    for tokens in ("all", "kept"):
+        alignment = REPA(block=2, width=8, tokens=tokens)
+        torch.manual_seed(5)
+        alignment.attach(net, (16, 7))
+        net(x, c_noise, labels, generator=torch.Generator().manual_seed(4))
+        predicted, kept = net.projected
+        errors = alignment.error(predicted, features)
+        losses[tokens] = alignment.loss(net, x, features, 0), errors, kept
+    assert torch.allclose(losses["all"][0], losses["all"][1].mean(dim=1))
+    loss, errors, kept = losses["kept"]
+    assert loss.tolist() == pytest.approx([errors[i, kept[i]].mean().item() for i in range(4)])
+
+
+def test_the_loss_ends_at_a_step_but_its_gradient_exists():
+    """Other processes wait for the gradients of all weights."""
+    net, (x, c_noise, labels) = network(), batch()
+    alignment = SRA2(block=1, until_step=3, width=8)
+    alignment.attach(net, None)
+    for step in (0, 2, 3, 4):
+        net.zero_grad()
+        net(x, c_noise, labels)
+        loss = alignment.loss(net, x, None, step)
+        assert net.projected is None, "the graph is released"
+        loss.mean().backward()
+        gradients = [p.grad for p in net.projector.parameters()]
+        assert all(g is not None for g in gradients)
+        assert any(g.any() for g in gradients) == bool(loss.any()) == (step < 3)
+
+
+def test_only_training_projects():
+    net, (x, c_noise, labels) = network(), batch()
+    SRA2(block=1, width=8).attach(net, None)
+    net.eval()(x, c_noise, labels)
+    assert net.projected is None
+
+
+def test_the_cost_of_the_projector_is_counted():
+    net = network()
+    plain = net.flops(())
+    SRA2(block=1, num_layers=2, width=8).attach(net, None)
+    aligned = net.flops(())
+    assert aligned.forward == plain.forward, "sampling does not use it"
+    assert aligned.training - plain.training == 3 * 16 * 2 * (32 * 8 + 8 * 12)
+    IREPA(block=1).attach(net, (16, 7))
+    assert net.flops(()).training - plain.training == 3 * 16 * 2 * 9 * 32 * 7
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"), [(None, "the data have none"), ((4, 7), "the data have them for 4")]
+)
+def test_missing_features_are_named(shape, message):
+    with pytest.raises(ValueError, match=message):
+        REPA(block=1).attach(network(), shape)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weight": 0}, "alignment.weight=0 must be greater than 0"),
+        ({"tokens": "some"}, "alignment.tokens=some must be one of all, kept"),
+        ({"until_step": 0}, "alignment.until_step=0 must be greater than 0, or null"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        SRA2(**options)
+
+
+def test_initial_weights_of_the_network_do_not_depend_on_the_alignment():
+    plain, aligned = network(), network()
+    SRA2(block=1, width=8).attach(aligned, None)
+    state = aligned.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+    assert len(state) - len(plain.state_dict()) == 10

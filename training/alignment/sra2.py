@@ -1,0 +1,42 @@
+"""Alignment of tokens with their own clean latent; it needs nothing but the batch. [SRA 2]"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from training.alignment.alignment import Alignment, mlp
+
+BETA = 0.05  # of the smooth L1 loss
+
+
+class SRA2(Alignment):
+    """Predict the clean latent of each token's patch by an MLP.
+
+    Args:
+        num_layers: of the MLP.
+        width: of the layers between; None: twice the network's, which gives about 8M parameters for B.
+        The other arguments are documented in `Alignment`.
+    """
+
+    def __init__(
+        self,
+        block: int = 1,
+        weight: float = 1.0,
+        until_step: int | None = None,
+        tokens: str = "all",
+        num_layers: int = 5,
+        width: int | None = None,
+    ):
+        super().__init__(block, weight, until_step, tokens)
+        self.num_layers, self.width = num_layers, width
+
+    def projector(self, hidden_size: int, target_size: int, grid_size: int, /) -> nn.Module:
+        return mlp([hidden_size, *[self.width or 2 * hidden_size] * (self.num_layers - 1), target_size])
+
+    def target(self, x: torch.Tensor, features: torch.Tensor | None, grid_size: int, /) -> torch.Tensor:
+        patches = F.pixel_unshuffle(x, x.shape[-1] // grid_size)  # (N, C p^2, grid, grid)
+        return patches.flatten(2).transpose(1, 2)  # (N, T, C p^2)
+
+    def error(self, predicted: torch.Tensor, target: torch.Tensor, /) -> torch.Tensor:
+        # |d| - beta / 2 where |d| > beta, d^2 / (2 beta) elsewhere
+        return F.smooth_l1_loss(predicted, target, beta=BETA, reduction="none").mean(dim=2)
