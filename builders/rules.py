@@ -12,7 +12,7 @@ from runtime.targets import walk
 if TYPE_CHECKING:
     from builders.experiment import Experiment
 
-RECONSTRUCTS = "diffusion.EDMPrecond"
+RECONSTRUCTS, SNAPSHOTS = "diffusion.EDMPrecond", "training.ema.PostHocEMA"
 COUNTS = {"data.num_entries", "data.num_components", "data.num_images", "evaluation.batch_size"}
 DRAWN_DATA = ("data.synthetic", "data.mixture")
 # Routed method -> its published option of model/routes.
@@ -41,6 +41,8 @@ def check_rules(experiment: "Experiment", num_processes: int) -> None:
         raise ValueError(f"train.batch_size={train.batch_size} {rule}")
     check_choice("decoding", experiment.decoding, DECODINGS)
     _check_routes(experiment)
+    if experiment.ema_node.target == SNAPSHOTS and not train.milestone_every:
+        raise ValueError("ema=post_hoc needs train.milestone_every=STEPS: the milestones are its snapshots")
     _check_kept_tokens(experiment)
     for key, value in flatten(experiment.written).items():
         if key in COUNTS and value is not None:

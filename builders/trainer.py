@@ -167,8 +167,9 @@ def _attach_alignment(
         return None
     shape, manifest = (dataset.manifest.features or {}).get("shape"), dataset.manifest
     if name := alignment.encoder:
-        decode = image_decoder(manifest, encoder_for(manifest, device, dataset.encoder))
-        encoder = PatchEncoder(name, alignment.weights, device)
+        with torch.random.fork_rng(devices=[]):  # networks draw weights before they load them
+            decode = image_decoder(manifest, encoder_for(manifest, device, dataset.encoder))
+            encoder = PatchEncoder(name, alignment.weights, device)
         alignment.encode = lambda x: encoder(torch.from_numpy(decode(x)).permute(0, 3, 1, 2))
         shape = alignment.encode(torch.zeros(1, *net.latent_shape, device=device)).shape[1:]
     with device:

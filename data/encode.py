@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,12 +30,21 @@ from tqdm import tqdm
 from data.encoders import Encoder, load_encoder
 from data.features import PatchEncoder
 from data.images import IMAGE_ERRORS, ORIENTATION, open_picture, to_pixels
+from data.latents import open_latents
 from data.listing import ImageList, list_images
-from data.manifest import FILES, LatentManifest, class_warnings, first_classes, untrained_classes_of
+from data.manifest import (
+    FILES,
+    LatentManifest,
+    class_warnings,
+    first_classes,
+    read_manifest,
+    untrained_classes_of,
+)
 from data.masks import MaskFiles, pool_mask, read_mask
 from data.writer import NEXT_STEPS, LatentWriter, check_out, lock_of
 from runtime.config import command, run_main
 from runtime.errors import check_choice, check_not_negative, check_positive
+from runtime.files import write_json
 from runtime.launch import Launch
 from runtime.lock import Lock
 from runtime.machine import PATIENCE, start_process
@@ -61,6 +70,9 @@ class EncodeConfig:
     num_held_out: int | None = None  # None: 1% of the images, at most 5,000
     mixed_precision: str = "no"
     skip_corrupt: bool = False
+    normalise: str = (
+        "encoder"  # encoder: by its own constants; channels: by means and deviations of the latents
+    )
     features: str | None = None  # dinov2_b: also store features of the patches, for alignment=repa
     features_weights: str | None = None  # safetensors file of this encoder
 
@@ -97,6 +109,7 @@ def check_request(request: EncodeConfig) -> None:
     if request.masks is None and request.conditioning_type != EncodeConfig.conditioning_type:
         raise ValueError(f"conditioning_type={request.conditioning_type} needs masks=FOLDER")
     check_choice("mixed_precision", request.mixed_precision, ("no", "bf16"))
+    check_choice("normalise", request.normalise, ("encoder", "channels"))
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,8 @@ def plan_job(request: EncodeConfig, encoder: Encoder, featurize: PatchEncoder | 
     resolution, count, num_held_out = request.resolution, len(images.names), request.num_held_out
     if resolution % encoder.factor:
         raise ValueError(f"resolution={resolution} must be a multiple of {encoder.factor} for {encoder.name}")
+    if encoder.resolution not in (None, resolution):
+        raise ValueError(f"resolution={resolution} must be {encoder.resolution} for {encoder.name}")
     features = None
     if featurize is not None:
         features = {"encoder": featurize.name, "weights_sha256": featurize.weights_hash}
@@ -276,12 +291,24 @@ def finish(job: Job, launch: Launch) -> None:
             part = job.parts.read(number)
             labels = None if job.images.labels is None else job.images.labels[part["positions"]]
             writer.append(part["latents"], labels, part.get("masks"), part.get("features"))
+    if job.request.normalise == "channels":
+        normalise_channels(joined)
     joined.rename(out)
     job.parts.remove()
     if errors:
         print(f"{Path(out) / FILES['manifest']} lists the images left out, with errors (origin.left_out)")
     print(f"{out}: {count} images of {manifest.num_classes} classes, {num_held_out} of them held out")
     print(NEXT_STEPS.format(out=out))
+
+
+def normalise_channels(folder: Path) -> None:
+    """Let a folder's manifest scale each channel of its latents to mean 0 and standard deviation 1."""
+    manifest = replace(read_manifest(folder), scale=1.0, shift=0.0)
+    dataset = open_latents(folder)
+    dataset.manifest = manifest
+    means, stds, _ = dataset.measure()
+    scale, shift = tuple((1 / stds).tolist()), tuple(means.tolist())
+    write_json(folder / FILES["manifest"], asdict(replace(manifest, scale=scale, shift=shift, std=1.0)))
 
 
 def corrupt_images(job: Job) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from data.latents import LatentDataset
 from data.manifest import LatentManifest, Numbers
@@ -34,10 +35,12 @@ class IdentityEncoder:
 
     The attributes `name`, `weights_hash`, `kind`, `scale`, `shift` and `std` of an encoder have the same
     meaning as in the manifest. `factor` is the side of an image divided by the side of its latents.
-    `latent_channels` is None if the latents have as many channels as the image.
+    `latent_channels` is None if the latents have as many channels as the image. `resolution` is the only side
+    of images that it takes, None: any multiple of `factor`.
     """
 
     name, weights_hash, kind, factor, latent_channels = IDENTITY, None, "samples", 1, None
+    resolution = None
     scale, shift = 1.0, 0.0
     std = 0.5  # [EDM]: pixels of photographs in [-1, 1] have a standard deviation of about 0.5
 
@@ -63,36 +66,55 @@ class KLEncoder:
         ValueError: the autoencoder does not exist or cannot be loaded.
     """
 
-    kind = "moments"
+    kind, class_name = "moments", "AutoencoderKL"
+    resolution: int | None = None
 
     def __init__(self, name: str, device: torch.device, bf16: bool = False, official: bool = False):
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else PUBLISHED.get(name, name)
         self.device, dtype = device, torch.float16 if official else torch.bfloat16
         self.autocast = partial(torch.autocast, device.type, dtype, enabled=bf16 or official)
-        self.net = _load_autoencoder(name, self.name).to(device, torch.float32).eval().requires_grad_(False)
+        net = _load_autoencoder(name, self.name, self.class_name)
+        self.net: Any = net.to(device, torch.float32).eval().requires_grad_(False)
         self.weights_hash = tensors_hash(self.net.state_dict())
         if official:
             for parameter in self.net.parameters():
                 parameter.copy_(parameter.bfloat16())
+        self.scale, self.shift, self.std = self._normalisation(name)
+        self.factor, self.latent_channels = self._sizes()
+
+    def _normalisation(self, name: str) -> tuple[Numbers, Numbers, float]:
+        return _normalisation(self.net.config, name)
+
+    def _sizes(self) -> tuple[int, int]:
+        """Return `factor` and the number of channels of the network's latents."""
         config = self.net.config
-        self.scale, self.shift, self.std = _normalisation(config, name)
-        self.factor, self.latent_channels = 2 ** (len(config.block_out_channels) - 1), config.latent_channels
+        return 2 ** (len(config.block_out_channels) - 1), config.latent_channels
+
+    def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Map pixels in [-1, 1] to stored latents."""
+        posterior = self.net.encode(pixels).latent_dist
+        return torch.cat([posterior.mean, posterior.logvar], dim=1)
+
+    def _decoded(self, latents: torch.Tensor) -> torch.Tensor:
+        """Map latents to pixels in [-1, 1]."""
+        return self.net.decode(latents).sample
 
     @torch.no_grad()
     def encode(self, images: torch.Tensor) -> torch.Tensor:
-        """Map images (N, 3, H, W) uint8 to mean and logvar (N, 2C, H/factor, W/factor) fp32 on the CPU."""
+        """Map images (N, 3, H, W) uint8 to latents fp32 on the CPU: (N, C, H/factor, W/factor) for `samples`,
+        mean and logvar (N, 2C, H/factor, W/factor) for `moments`.
+        """
 
-        def moments(part: torch.Tensor) -> torch.Tensor:
-            posterior = self.net.encode(part.to(self.device).float() / 127.5 - 1).latent_dist
-            return torch.cat([posterior.mean, posterior.logvar], dim=1)
+        def encoded(part: torch.Tensor) -> torch.Tensor:
+            return self._encoded(part.to(self.device).float() / 127.5 - 1)
 
-        return self._in_slices(moments, images, images.shape[-1] * images.shape[-2])
+        return self._in_slices(encoded, images, images.shape[-1] * images.shape[-2])
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Map latents (N, C, H, W) to images (N, 3, factor H, factor W) fp32, nominally in [-1, 1]."""
         pixels = latents.shape[-1] * latents.shape[-2] * self.factor**2
-        return self._in_slices(lambda part: self.net.decode(part.to(self.device)).sample, latents, pixels)
+        return self._in_slices(lambda part: self._decoded(part.to(self.device)), latents, pixels)
 
     def _in_slices(self, call: Callable, batch: torch.Tensor, pixels: int) -> torch.Tensor:
         with self.autocast():
@@ -100,7 +122,66 @@ class KLEncoder:
             return torch.cat([call(part).float().cpu() for part in parts])
 
 
+class Flux2Encoder(KLEncoder):
+    """FLUX.2's autoencoder: its latents are patches of 2x2, normalised by the statistics of a batch norm that
+    diffusers' encode() leaves out.
+    """
+
+    class_name, PATCH = "AutoencoderKLFlux2", 2
+
+    def _normalisation(self, name: str) -> tuple[Numbers, Numbers, float]:
+        norm = self.net.bn
+        stds = (norm.running_var.double() + norm.eps).sqrt()
+        return tuple((1 / stds).tolist()), tuple(norm.running_mean.double().tolist()), 1.0
+
+    def _sizes(self) -> tuple[int, int]:
+        factor, channels = super()._sizes()
+        return self.PATCH * factor, self.PATCH**2 * channels
+
+    def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
+        mean, logvar = super()._encoded(pixels).chunk(2, dim=1)
+        return torch.cat([F.pixel_unshuffle(part, self.PATCH) for part in (mean, logvar)], dim=1)
+
+    def _decoded(self, latents: torch.Tensor) -> torch.Tensor:
+        return super()._decoded(F.pixel_shuffle(latents, self.PATCH))
+
+
+class DCEncoder(KLEncoder):
+    """DC-AE: a deterministic autoencoder of factor 32 or more."""
+
+    kind, class_name = "samples", "AutoencoderDC"
+
+    def _normalisation(self, name: str) -> tuple[Numbers, Numbers, float]:
+        return float(self.net.config.scaling_factor), 0.0, 1.0
+
+    def _sizes(self) -> tuple[int, int]:
+        return self.net.spatial_compression_ratio, self.net.config.latent_channels
+
+    def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.net.encode(pixels).latent
+
+
+class RAEEncoder(KLEncoder):
+    """A representation autoencoder: its latents are features, which it normalises itself. [RAE]"""
+
+    kind, class_name = "samples", "AutoencoderRAE"
+
+    def _normalisation(self, name: str) -> tuple[Numbers, Numbers, float]:
+        return 1.0, 0.0, float(self.net.config.scaling_factor)
+
+    def _sizes(self) -> tuple[int, int]:
+        self.resolution = self.net.decoder_image_size
+        return self.net.decoder_patch_size, self.net.config.encoder_hidden_size
+
+    def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.net.encode((pixels + 1) / 2).latent
+
+    def _decoded(self, latents: torch.Tensor) -> torch.Tensor:
+        return 2 * super()._decoded(latents) - 1
+
+
 Encoder = IdentityEncoder | KLEncoder
+CLASSES = {kind.class_name: kind for kind in (KLEncoder, Flux2Encoder, DCEncoder, RAEEncoder)}
 
 
 def is_at_hand(name: str) -> bool:
@@ -118,8 +199,10 @@ def is_at_hand(name: str) -> bool:
 
 
 def load_encoder(name: str, device: torch.device, bf16: bool = False, official: bool = False) -> Encoder:
-    """Load an encoder by name."""
-    return IdentityEncoder() if name == IDENTITY else KLEncoder(name, device, bf16, official)
+    """Load an encoder by name; its config.json says of which class it is."""
+    if name == IDENTITY:
+        return IdentityEncoder()
+    return CLASSES[_class_of(name)](name, device, bf16, official)
 
 
 def encoder_for(
@@ -193,8 +276,23 @@ def real_images(
     return images, None if labels is None else labels.numpy()
 
 
-def _load_autoencoder(request: str, name: str) -> torch.nn.Module:
+def _class_of(request: str) -> str:
+    """Return the class of an autoencoder of diffusers; AutoencoderKL if its files cannot be read yet."""
     from diffusers import AutoencoderKL
+
+    name = PUBLISHED.get(request, request)
+    try:
+        config: Any = AutoencoderKL.load_config(name, local_files_only=is_at_hand(name))
+    except (*LOADING_ERRORS, TypeError):  # `_load_autoencoder` explains it
+        return KLEncoder.class_name
+    class_name = config.get("_class_name") if isinstance(config, dict) else None
+    if class_name in (None, *CLASSES):
+        return class_name or KLEncoder.class_name
+    raise ValueError(f"encoder={request}: its class {class_name} must be one of {', '.join(CLASSES)}")
+
+
+def _load_autoencoder(request: str, name: str, class_name: str) -> torch.nn.Module:
+    import diffusers
     from diffusers.utils import logging
 
     on_the_hub = not Path(name).is_dir()
@@ -203,14 +301,15 @@ def _load_autoencoder(request: str, name: str) -> torch.nn.Module:
         raise ValueError(f"encoder={request} not found: must be one of {choices}, or OWNER/NAME on the hub")
     logging.set_verbosity(logging.CRITICAL)  # errors are reported once, below
     logging.disable_progress_bar()
-    load = partial(AutoencoderKL.from_pretrained, name, use_safetensors=True, output_loading_info=True)
+    kind = getattr(diffusers, class_name)
+    load = partial(kind.from_pretrained, name, use_safetensors=True, output_loading_info=True)
     try:
         if not on_the_hub:
             _check_depth(read_json(Path(name) / "config.json", MAX_CONFIG_BYTES))
         net, info = load(local_files_only=is_at_hand(name))
     except LOADING_ERRORS as error:
         if is_at_hand(name):
-            raise ValueError(f"encoder={request} is not an AutoencoderKL: {_line(error)}") from error
+            raise ValueError(f"encoder={request} is not an {class_name}: {_line(error)}") from error
         raise ValueError(
             f"encoder={request} is not in the cache and cannot be downloaded ({_line(error)}): run `hf "
             f"download {name} --local-dir FOLDER` on a machine with internet, then set encoder=FOLDER"
@@ -244,11 +343,11 @@ def _normalisation(config: Mapping[str, Any], name: str) -> tuple[Numbers, Numbe
 
 def _check_depth(config: Any) -> None:
     """Raise for more than MAX_BLOCKS blocks: diffusers builds them before it reads the weights."""
-    for key in ("layers_per_block", "block_out_channels"):
-        value = config.get(key) if isinstance(config, dict) else None
-        count = len(value) if isinstance(value, list) else value
-        if isinstance(count, int) and count > MAX_BLOCKS:
-            raise ValueError(f"{key} of config.json has {count} blocks, must be at most {MAX_BLOCKS}")
+    for key, value in config.items() if isinstance(config, dict) else ():
+        if "layers" in key or "block_out_channels" in key:
+            counts = [len(value), *(value if "layers" in key else ())] if isinstance(value, list) else [value]
+            if count := next((n for n in counts if isinstance(n, int) and n > MAX_BLOCKS), None):
+                raise ValueError(f"{key} of config.json has {count} blocks, must be at most {MAX_BLOCKS}")
 
 
 def _line(error: Exception) -> str:

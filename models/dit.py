@@ -21,6 +21,7 @@ from models.backbone import Backbone, Flops
 from models.blocks import DiTBlock, FinalLayer
 from models.layers import LabelEmbedder, TimestepEmbedder, drop_labels, linear_flops, sincos_position_table
 from models.rejoin import Bypass
+from models.wide_head import WideHead
 from routing import (
     Route,
     Router,
@@ -65,6 +66,8 @@ class DiT(Backbone):
         gradient_checkpointing: recompute each block in the backward pass: less memory, one more forward.
         inner_head: index of a block after which a second final layer predicts F_x, too, for
             `guidance=internal`. None: no second prediction.
+        head_width, head_depth, head_num_heads: a wide head between the blocks and the final layer, see
+            `models/wide_head.py`; head_width=None: none.
 
     Raises:
         ValueError: if sizes do not divide, a choice is unknown, or a route is invalid.
@@ -93,6 +96,9 @@ class DiT(Backbone):
         fp32_after_route: bool = False,
         gradient_checkpointing: bool = False,
         inner_head: int | None = None,
+        head_width: int | None = None,
+        head_depth: int = 2,
+        head_num_heads: int = 16,
     ):
         super().__init__()
         sizes = {"input_size": input_size, "patch_size": patch_size, "in_channels": in_channels}
@@ -119,6 +125,12 @@ class DiT(Backbone):
             raise ValueError("model.window=separate must have model/rejoin=bypass")
         if inner_head is not None:
             check_index("model.inner_head", inner_head, depth)
+        if head_width is not None:
+            check_positive("model.head_depth", head_depth)
+            check_positive("model.head_num_heads", head_num_heads)
+            if head_width <= 0 or head_width % head_num_heads:
+                rule = f"a multiple of model.head_num_heads={head_num_heads}, or null"
+                raise ValueError(f"model.head_width={head_width} must be {rule}")
         self.inner_head, self.projector_block, self.projector = inner_head, None, None
         self.patch_size, self.in_channels = patch_size, in_channels
         self.latent_shape = (in_channels, input_size, input_size)
@@ -155,9 +167,16 @@ class DiT(Backbone):
         if pos_embed is not None:
             added[:, num_prefix_tokens:] = pos_embed
         self.rejoins = nn.ModuleList(rejoin(added) for _ in self.routes)
-        final = partial(FinalLayer, hidden_size=hidden_size, patch_size=patch_size, out_channels=out_channels)
-        self.final_layer = final(block.final_norm(hidden_size))
-        self.inner_layer = None if inner_head is None else final(block.final_norm(hidden_size))
+        self.hidden_size, width = hidden_size, head_width or hidden_size
+        latents, self.head = (input_size, patch_size, in_channels), None
+        if head_width is not None:
+            sizes = (hidden_size, head_width, head_depth, head_num_heads, mlp_ratio, attention)
+            self.head = WideHead(block, *sizes, *latents)
+        final = partial(FinalLayer, patch_size=patch_size, out_channels=out_channels)
+        self.final_layer = final(block.final_norm(width), width)
+        self.inner_layer = None
+        if inner_head is not None:
+            self.inner_layer = final(block.final_norm(hidden_size), hidden_size)
         self._initialize_weights(zero=init == "adaln_zero")
 
     def _initialize_weights(self, zero: bool) -> None:
@@ -165,9 +184,11 @@ class DiT(Backbone):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.get_parameter("bias"))
-        # The patch projection is a linear map per patch, so it is initialised as one.
-        nn.init.xavier_uniform_(self.x_embedder.proj.weight.view(self.x_embedder.proj.weight.shape[0], -1))
-        nn.init.zeros_(self.x_embedder.proj.get_parameter("bias"))
+        for part in (self, self.head) if self.head is not None else (self,):
+            # The patch projection is a linear map per patch, so it is initialised as one.
+            projection = part.x_embedder.proj
+            nn.init.xavier_uniform_(projection.weight.view(projection.weight.shape[0], -1))
+            nn.init.zeros_(projection.get_parameter("bias"))
         if self.y_embedder is not None:
             nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
         if self.prefix is not None:
@@ -177,7 +198,8 @@ class DiT(Backbone):
         if zero:
             # Every block starts as the identity, and the network starts at F_x = 0.
             finals = [layer for layer in (self.final_layer, self.inner_layer) if layer is not None]
-            for part in (*self.blocks, *finals):
+            of_head = () if self.head is None else self.head.blocks
+            for part in (*self.blocks, *of_head, *finals):
                 nn.init.zeros_(part.adaLN_modulation.get_parameter("1.weight"))
             for layer in finals:
                 nn.init.zeros_(layer.linear.weight)
@@ -187,7 +209,7 @@ class DiT(Backbone):
 
         Tokens that bypass the block are read as they entered the window. See `Backbone.projected`.
         """
-        self.projector, self.projector_block = build(self.final_layer.linear.in_features), block
+        self.projector, self.projector_block = build(self.hidden_size), block
 
     def forward(
         self,
@@ -213,8 +235,10 @@ class DiT(Backbone):
         starts = {route.start_layer_idx: i for i, route in enumerate(self.routes)}
         P = self.num_prefix_tokens
 
-        x = self._embed(x)  # (N, L, D)
-        c = self._condition(c_noise, class_labels, generator)  # (N, 1 or L, D)
+        latents, x = x, self._embed(x)  # (N, L, D)
+        t = self.t_embedder(c_noise)  # (N, D) or (N, L, D)
+        t = t.unsqueeze(1) if t.dim() == 2 else t  # (N, 1 or L, D)
+        c = self._condition(t, class_labels, generator)  # (N, 1 or L, D)
         table = self.positions  # (1, L, ...) or None
         arguments = dense_arguments = (c, table)  # what a block takes besides x
         i, end_idx, ids_keep, original, skipping, after_route = 0, None, None, x, False, False
@@ -252,8 +276,9 @@ class DiT(Backbone):
                     original, other = end_route(*other, original), None  # (N, T, D)
                 x = self.rejoins[i](None if skipping else x, ids_keep, original, generator)  # (N, L, D)
                 arguments, skipping, ids_keep = dense_arguments, False, None
-        c = c[:, P:] if c.shape[1] > 1 else c
-        F_x = self._unpatchify(self.final_layer(x[:, P:], c))  # (N, C or 2C, H, W)
+        x, c, t = x[:, P:], *(z[:, P:] if z.shape[1] > 1 else z for z in (c, t))
+        last = (x, c) if self.head is None else self.head(latents, x, t)
+        F_x = self._unpatchify(self.final_layer(*last))  # (N, C or 2C, H, W)
         if inner is None or self.inner_layer is None:
             return F_x
         return F_x, self._unpatchify(self.inner_layer(inner, c))
@@ -269,9 +294,14 @@ class DiT(Backbone):
         blocks = [sum(map(block.flops, each)) for block, each in zip(self.blocks, lengths, strict=True)]
         rejoins = (P + T) * linear_flops(self.rejoins)
         first = 2 * T * self.x_embedder.proj.weight.numel() + linear_flops(self.t_embedder.mlp[0])
-        last = T * linear_flops(self.final_layer.linear) + linear_flops(self.final_layer.adaLN_modulation)
-        if self.inner_layer is not None:
-            last *= 2
+        last = 0
+        for layer in (self.final_layer, self.inner_layer):
+            if layer is not None:
+                per_token = self.head is not None and layer is self.final_layer
+                modulations = T if per_token else 1
+                last += T * linear_flops(layer.linear) + modulations * linear_flops(layer.adaLN_modulation)
+        if self.head is not None:
+            last += self.head.flops(T)
         forward = first + linear_flops(self.t_embedder.mlp[2]) + sum(blocks) + rejoins + last
         # Backward: gradients of weights and inputs cost a forward each; the first layers need the former.
         training = 3 * forward - first + (sum(blocks) if self.gradient_checkpointing else 0)
@@ -316,18 +346,16 @@ class DiT(Backbone):
         return x
 
     def _condition(
-        self, c_noise: torch.Tensor, class_labels: torch.Tensor | None, generator: torch.Generator | None
+        self, t: torch.Tensor, class_labels: torch.Tensor | None, generator: torch.Generator | None
     ) -> torch.Tensor:
         if (class_labels is None) != (self.y_embedder is None):
             rule = "None" if self.y_embedder is None else "given"
             raise ValueError(f"class_labels must be {rule} for model.num_classes={self.num_classes}")
-        c = self.t_embedder(c_noise)  # (N, D) or (N, L, D)
-        c = c.unsqueeze(1) if c.dim() == 2 else c  # (N, 1 or L, D)
         if self.y_embedder is None or class_labels is None:
-            return c
+            return t
         if self.training and self.class_dropout_prob > 0:
             class_labels = drop_labels(class_labels, self.num_classes, self.class_dropout_prob, generator)
-        return c + self.y_embedder(class_labels).unsqueeze(1)  # (N, 1 or L, D)
+        return t + self.y_embedder(class_labels).unsqueeze(1)  # (N, 1 or L, D)
 
     def _run(
         self, block: nn.Module, x: torch.Tensor, c: torch.Tensor, positions: torch.Tensor | None, fp32: bool

@@ -14,6 +14,7 @@ from diffusion import (
     EDMPrecond,
     FlowPath,
     FlowPrecond,
+    InternalGuidance,
     PathDropGuidance,
     SparseGuidance,
     edm_sampler,
@@ -119,6 +120,28 @@ def test_every_backbone_is_guided_and_an_image_is_the_same_alone(options, guidan
     assert guided.isfinite().all()
     torch.testing.assert_close(guided[2:3], sample(guidance, range(2, 3)), rtol=1e-3, atol=1e-3)
     assert not torch.allclose(guided, sample(CFG(1.0), range(4)), atol=1e-2)
+
+
+@pytest.mark.parametrize("routes", [(), [PAPER]], ids=["dense", "routed"])
+def test_internal_guidance_steps_past_the_inner_prediction_in_one_forward(routes):
+    """D = D_inner + w (D_F - D_inner)."""
+    precond = EDMPrecond(small_dit(routes, inner_head=1)).eval()
+    calls = []
+    precond.net.register_forward_hook(lambda module, args, output: calls.append(output))
+    guided = InternalGuidance(2.5)(Branch(precond, LABELS))(X, T)
+    ((F_x, inner),) = calls
+    D_s, D_i = (precond.denoised(F, X, T) for F in (F_x, inner))
+    assert F_x.shape == inner.shape and not torch.allclose(D_s, D_i)
+    torch.testing.assert_close(guided, D_i + 2.5 * (D_s - D_i))
+    evaluations = count_evaluations(precond, InternalGuidance(2.5), [T])
+    assert evaluations.total() == 1
+    assert torch.equal(InternalGuidance(1.0)(Branch(precond, LABELS))(X, T), D_s)
+    assert torch.equal(precond(X, T, LABELS), D_s), "other guidance and samplers do not see it"
+
+
+def test_internal_guidance_needs_an_inner_head():
+    with pytest.raises(ValueError, match=r"guidance=internal needs a network trained with model\.inner_head"):
+        InternalGuidance(2.0)(strong())
 
 
 def test_the_first_channels_alone_may_be_guided():

@@ -254,3 +254,34 @@ def test_the_bound_trains_only_the_variance():
     eps = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(output.grad[:, :1], 2 * (output[:, :1] - eps).detach() / 16)
     assert output.grad[:, 1:].abs().amax(dim=(1, 2, 3)).min() > 0
+
+
+@pytest.mark.parametrize("weight", [0.5, 0.2])
+@pytest.mark.parametrize("learn_sigma", [False, True])
+def test_the_error_of_the_inner_head_is_added_in_training(weight, learn_sigma):
+    """L(F_x) + weight L(F_inner), for the same noise; evaluations judge F_x alone."""
+    from diffusion import DDPMLoss, DDPMPrecond, FlowLoss, FlowPrecond
+    from tests.networks import small_batch, small_dit
+
+    net = small_dit(inner_head=2, class_dropout_prob=0.0, learn_sigma=learn_sigma)
+    precond, loss = FlowPrecond(net), FlowLoss(inner_weight=weight)
+    if learn_sigma:
+        precond, loss = DDPMPrecond(net), DDPMLoss(inner_weight=weight)
+    x, _, labels = small_batch(4)
+
+    def losses(training, swapped=False):
+        forward = type(net).forward
+        precond.train(training)
+        if swapped:
+            net.forward = lambda *args, **kwargs: forward(net, *args, **kwargs)[1]
+        value = loss(precond, x, labels, t=loss.draw_t(4, seeded(0), x.device), generator=seeded(1))
+        vars(net).pop("forward", None)
+        return value
+
+    final, inner = losses(False), losses(False, swapped=True)
+    torch.testing.assert_close(losses(True), final + weight * inner)
+    assert not torch.allclose(final, inner)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)

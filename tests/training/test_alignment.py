@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from builders.sampling import open_run
 from models import DiT
 from routing import Route, Routing
+from tests.programs import start
+from tests.runs import TINY, metrics, tiny_run, tiny_trainer
 from training.alignment import IREPA, REPA, SRA2
 
 ROUTES = (Route(0.5, 1, 3),)
@@ -211,3 +215,43 @@ def test_initial_weights_of_the_network_do_not_depend_on_the_alignment():
     state = aligned.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
     assert len(state) - len(plain.state_dict()) == 10
+
+
+@pytest.mark.slow
+def test_one_process_two_and_two_that_share_weights_train_alike(tmp_path):
+    """With an inner head, a projector, two averages, micro-batches and a window. Up to the order of sums."""
+    keys = (*TINY, "model.init=xavier", "optimizer.eps=1e-3", "alignment=sra2", "alignment.block=3")
+    keys += ("model.inner_head=3", "ema=post_hoc", "train.milestone_every=2", "train.micro_batch_size=2")
+    keys += ("train.check_speed=false", "train.log_every=1", "run_name=r")
+    runs = {}
+    for name, number, more in (("one", 1, ()), ("ddp", 2, ()), ("fsdp", 2, ("train.parallel=fsdp",))):
+        runs[name] = tmp_path / name
+        start("train.py", *keys, *more, f"output_dir={runs[name]}", num_processes=number)
+    for name in ("ddp", "fsdp"):
+        for line, other in zip(metrics(runs["one"]), metrics(runs[name]), strict=True):
+            assert other == {key: pytest.approx(value, rel=1e-4) for key, value in line.items()}
+        for part in ("ema", "ema_wide"):
+            one, other = (
+                load_file(runs[run] / f"checkpoints/step_00000006/{part}.safetensors")
+                for run in ("one", name)
+            )
+            assert one.keys() == other.keys() and any(key.startswith("projector.") for key in one)
+            assert all(torch.allclose(one[key], other[key], atol=1e-4) for key in one)
+    assert all(line["alignment_loss"] > 0 for line in metrics(runs["one"]) if "loss" in line)
+
+
+def test_weights_load_without_their_projector(tmp_path):
+    """Sampling does not build it, and a training may start from weights with another or none."""
+    keys = ("train.total_steps=2", "train.eval_every=null", "model.init=xavier", "train.check_speed=false")
+    tiny_run(tmp_path / "aligned", *keys, "alignment=sra2")
+    tiny_run(tmp_path / "plain", *keys)
+    assert open_run(tmp_path / "aligned").precond.net.projector is None
+    sra2 = ("alignment=sra2",)
+    for source, more in (("aligned", ()), ("aligned", (*sra2, "alignment.width=8")), ("plain", sra2)):
+        folder = tmp_path / f"from_{source}_{len(more)}"
+        trainer, run = tiny_trainer(folder, *keys, *more, f"train.init_from={tmp_path / source}")
+        run.unlock()
+        loaded = load_file(tmp_path / source / "checkpoints/step_00000002/ema.safetensors")
+        state = trainer.net.state_dict()
+        same = [name for name in loaded if not name.startswith("projector.")]
+        assert all(torch.equal(state[name], loaded[name]) for name in same) and len(same) > 50

@@ -29,6 +29,7 @@ VARIANTS = {
     "rwkv": ("model/block=rwkv", "train.micro_batch_size=2"),
     "lightning": ("model/block=lightning", "diffusion=flow", "diffusion.loss.cosine_weight=1"),
     "masking": ("experiment=ablation_masking",),
+    "alignment": ("alignment=sra2", "model.inner_head=2", "ema=post_hoc", "train.milestone_every=2"),
     "evaluation": ("train.eval_every=2", "train.sample_every=4", "sampler.num_steps=2"),
 }
 

@@ -1,0 +1,146 @@
+"""Autoencoders of other classes, of random weights, against diffusers' own calls."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from data import LatentManifest, image_decoder, load_encoder, open_latents
+from tests.photos import photographs, write_autoencoder
+from tests.programs import start
+
+CPU = torch.device("cpu")
+IMAGES = torch.from_numpy(np.stack([photo[:32, :32] for photo in photographs().values()])).permute(0, 3, 1, 2)
+PIXELS = IMAGES.float() / 127.5 - 1
+BLOCKS = {"block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1}
+BLOCKS |= {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+
+
+@pytest.fixture(scope="module")
+def flux2(tmp_path_factory):
+    """A folder whose batch norm has statistics that differ from channel to channel."""
+    from diffusers import AutoencoderKLFlux2
+
+    torch.manual_seed(0)
+    net, folder = AutoencoderKLFlux2(latent_channels=2, **BLOCKS), tmp_path_factory.mktemp("flux2")
+    net.bn.running_mean.copy_(torch.linspace(-1, 1, 8))
+    net.bn.running_var.copy_(torch.linspace(0.5, 4, 8))
+    net.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def dc(tmp_path_factory):
+    from diffusers import AutoencoderDC
+
+    torch.manual_seed(0)
+    sides = {
+        f"{side}_{key}": value
+        for side in ("encoder", "decoder")
+        for key, value in (
+            ("block_out_channels", (8, 16)),
+            ("layers_per_block", (1, 1)),
+            ("block_types", "ResBlock"),
+            ("qkv_multiscales", ((), ())),
+        )
+    }
+    folder = tmp_path_factory.mktemp("dc")
+    AutoencoderDC(latent_channels=4, attention_head_dim=8, scaling_factor=0.5, **sides).save_pretrained(
+        folder
+    )
+    return str(folder)
+
+
+def manifest_of(encoder, stored):
+    sizes = {"scale": encoder.scale, "shift": encoder.shift, "std": encoder.std}
+    shape = tuple(stored.shape[1:])
+    options = {"encoder_hash": encoder.weights_hash, **sizes}
+    return LatentManifest(len(stored), shape, "float16", encoder.kind, 0, encoder.name, **options)
+
+
+@torch.no_grad()
+def test_flux2_latents_are_patches_normalised_by_the_batch_norm(flux2):
+    """The network's input equals patches of 2x2 of diffusers' mean, passed through its batch norm."""
+    from diffusers import AutoencoderKLFlux2
+
+    net, encoder = AutoencoderKLFlux2.from_pretrained(flux2).eval(), load_encoder(flux2, CPU)
+    assert (encoder.factor, encoder.latent_channels, encoder.kind) == (4, 8, "moments")
+    posterior = net.encode(PIXELS).latent_dist
+    stored = encoder.encode(IMAGES)
+    manifest = manifest_of(encoder, stored)
+    patches = posterior.mean.view(-1, 2, 8, 2, 8, 2).permute(0, 1, 3, 5, 2, 4).reshape(-1, 8, 8, 8)
+    torch.testing.assert_close(manifest.to_means(stored), net.bn(patches), rtol=1e-4, atol=1e-5)
+    logvars = posterior.logvar.view(-1, 2, 8, 2, 8, 2).permute(0, 1, 3, 5, 2, 4).reshape(-1, 8, 8, 8)
+    torch.testing.assert_close(stored[:, 8:], logvars)
+    decoded = image_decoder(manifest, encoder)(manifest.to_means(stored))
+    expected = (127.5 * net.decode(posterior.mean).sample + 128).clamp(0, 255).to(torch.uint8)
+    difference = np.abs(decoded.astype(int) - expected.permute(0, 2, 3, 1).numpy().astype(int))
+    assert difference.max() <= 1
+
+
+@torch.no_grad()
+def test_dc_latents_are_scaled_samples(dc):
+    from diffusers import AutoencoderDC
+
+    net, encoder = AutoencoderDC.from_pretrained(dc).eval(), load_encoder(dc, CPU)
+    assert (encoder.factor, encoder.latent_channels, encoder.kind) == (2, 4, "samples")
+    stored, latents = encoder.encode(IMAGES), net.encode(PIXELS).latent
+    torch.testing.assert_close(stored, latents)
+    manifest = manifest_of(encoder, stored)
+    torch.testing.assert_close(manifest.to_latents(stored), 0.5 * latents)
+    torch.testing.assert_close(encoder.decode(manifest.to_encoder(0.5 * latents)), net.decode(latents).sample)
+
+
+def test_latents_of_any_class_are_encoded_trained_and_sampled(flux2, tmp_path):
+    """`normalise=channels` gives every channel of the network's input mean 0 and standard deviation 1."""
+    images = tmp_path / "images/cat"
+    images.mkdir(parents=True)
+    from PIL import Image
+
+    for i, photo in enumerate(photographs().values()):
+        for start_at in range(0, 128, 32):
+            Image.fromarray(photo[:32, start_at : start_at + 32]).save(images / f"{i}_{start_at}.png")
+    folder = tmp_path / "latents"
+    keys = (f"source={tmp_path}/images", f"encoder={flux2}", "resolution=32", "num_held_out=0")
+    start("-m data.encode", *keys, "normalise=channels", f"out={folder}")
+    dataset = open_latents(folder)
+    means, stds, _ = dataset.measure()
+    assert means.abs().max() < 1e-2 and (stds - 1).abs().max() < 1e-2
+    assert dataset.manifest.in_channels == 8 and len(dataset.manifest.scale) == 8
+    keys = ("data=latents", f"data.path={folder}", "model/size=tiny", "model.hidden_size=32", "model.depth=6")
+    keys += ("train.total_steps=2", "train.batch_size=4", "train.save_every=2", "train.eval_every=null")
+    keys += ("model.patch_size=2", "model.head_width=48", "model.head_depth=1", "model.head_num_heads=4")
+    keys += ("train.sample_every=2", "train.compile=false", "diffusion=flow_shifted", "train.log_every=1")
+    start("train.py", *keys, f"output_dir={tmp_path}/run")
+    config = (tmp_path / "run/config.yaml").read_text()
+    assert f"shift: {(8 * 8 * 8 / 4096) ** 0.5:.6f}"[:14] in config
+    start("sample.py", f"run={tmp_path}/run", "num_samples=1", "num_steps=1", f"out={tmp_path}/a.npz")
+    with np.load(tmp_path / "a.npz") as arrays:
+        assert arrays["arr_0"].shape == (1, 32, 32, 3)
+
+
+def test_other_classes_and_sizes_are_refused(flux2, tmp_path):
+    vae = write_autoencoder(tmp_path / "vae")
+    for changes, message in (
+        ({"_class_name": "UNet2DModel"}, "its class UNet2DModel must be one of AutoencoderKL, "),
+        ({"encoder_layers_per_block": [1, 99]}, "encoder_layers_per_block of config.json has 99"),
+    ):
+        config = tmp_path / "vae/config.json"
+        written = json.loads(config.read_text())
+        config.write_text(json.dumps(written | changes))
+        with pytest.raises(ValueError, match=message):
+            load_encoder(vae, CPU)
+        config.write_text(json.dumps(written))
+
+
+def test_tensors_that_diffusers_would_initialise_are_refused(flux2, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(flux2, tmp_path / "flux2")
+    file = folder / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    save_file({k: v for k, v in tensors.items() if k != "bn.running_var"}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 tensors, such as bn\.running_var"):
+        load_encoder(str(folder), CPU)

@@ -1,0 +1,154 @@
+"""Features of image patches, with a small vision transformer of random weights."""
+
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from data import PatchEncoder, encode, open_latents
+from data.stream import stream
+from tests.photos import photographs
+from tests.programs import start
+
+CPU, MODEL = torch.device("cpu"), "vit_tiny_patch16_224"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    torch.manual_seed(0)
+    network = timm.create_model(MODEL, num_classes=0)
+    file = tmp_path_factory.mktemp("weights") / "model.safetensors"
+    save_file(network.state_dict(), file)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Six images of 64x64 pixels."""
+    folder = tmp_path_factory.mktemp("images")
+    (folder / "cat").mkdir()
+    for i, photo in enumerate(photographs().values()):
+        for j in range(3):
+            Image.fromarray(photo[64 * j : 64 * (j + 1), :64]).save(folder / f"cat/{i}_{j}.png")
+    return folder
+
+
+@torch.no_grad()
+def test_features_are_the_patch_tokens_of_the_transformer(weights):
+    network = timm.create_model(MODEL, num_classes=0, dynamic_img_size=True)
+    network.load_state_dict(load_file(weights))
+    encoder = PatchEncoder(MODEL, weights, CPU)
+    pixels = np.stack([photo[:64, :64] for photo in photographs().values()])
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    x = torch.from_numpy((pixels / 255 - mean) / std).permute(0, 3, 1, 2).float()
+    expected = network.eval().forward_features(x)[:, 1:]  # without the class token
+    given = encoder(torch.from_numpy(pixels).permute(0, 3, 1, 2))
+    torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-4)
+    assert encoder.shape(64) == tuple(given.shape[1:]) == (16, 192)
+
+
+def test_dinov2_sees_one_patch_of_14_pixels_for_each_16():
+    """224 pixels for images of 256: a grid of 16x16."""
+    config = timm.get_pretrained_cfg("vit_base_patch14_dinov2.lvd142m")
+    assert config is not None
+    seen = []
+    encoder = PatchEncoder.__new__(PatchEncoder)
+    encoder.device, encoder.mean, encoder.std = CPU, torch.zeros(3, 1, 1), torch.ones(3, 1, 1)
+
+    class Network:
+        num_prefix_tokens = 1
+        patch_embed = type("Embed", (), {"patch_size": (14, 14)})
+
+        def forward_features(self, x):
+            seen.append(tuple(x.shape))
+            return torch.zeros(1, 257, 8)
+
+    encoder.net = Network()
+    assert encoder(torch.zeros(1, 3, 256, 256, dtype=torch.uint8)).shape == (1, 256, 8)
+    assert seen == [(1, 3, 224, 224)]
+
+
+@pytest.fixture(scope="module")
+def folder(images, weights, tmp_path_factory):
+    out = tmp_path_factory.mktemp("encoded") / "latents"
+    keys = (f"source={images}", f"out={out}", "encoder=identity", "resolution=64", "num_held_out=2")
+    start("-m data.encode", *keys, f"features={MODEL}", f"features_weights={weights}")
+    return out
+
+
+def test_features_are_stored_beside_the_latents(folder, weights):
+    """Each image and its flip have features; the stream reads those of its entries."""
+    dataset, encoder = open_latents(folder), PatchEncoder(MODEL, weights, CPU)
+    assert dataset.manifest.features["shape"] == [16, 192]
+    ids = np.arange(6)
+    for flipped in (0, 1):
+        pixels = dataset.manifest.to_means(dataset.read(ids, np.full(6, flipped))[0])
+        expected = encoder(((pixels + 1) * 127.5).round().to(torch.uint8))
+        given = dataset.read_features(ids, np.full(6, flipped)).float()
+        torch.testing.assert_close(given, expected, rtol=1e-2, atol=1e-2)  # fp16
+    options = {"seed": 0, "batch_size": 2, "micro_batch_size": 2, "rank": 0, "world_size": 1}
+    batch = next(iter(stream(dataset, 0, **options, num_workers=0, pin_memory=False, with_features=True)))
+    pixels = dataset.manifest.to_means(batch.stored)
+    expected = encoder(((pixels + 1) * 127.5).round().to(torch.uint8))
+    torch.testing.assert_close(batch.features.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_features_are_checked_as_latents_are(folder):
+    verified = start("-m data.verify", f"path={folder}")
+    assert "intact" in verified.stdout
+
+
+KEYS = ("data=latents", "model/size=tiny", "model.hidden_size=32", "model.depth=6", "model.patch_size=16")
+KEYS += ("train.total_steps=2", "train.batch_size=2", "train.save_every=2", "train.eval_every=null")
+KEYS += ("train.sample_every=null", "train.compile=false", "train.log_every=1", "train.mixed_precision=no")
+
+
+@pytest.mark.parametrize("alignment", ["repa", "irepa", "haste"])
+def test_a_training_is_aligned_with_stored_features(folder, alignment, tmp_path):
+    keys = (*KEYS, f"data.path={folder}", f"alignment={alignment}", "alignment.block=1")
+    start("train.py", *keys, f"output_dir={tmp_path}/run")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(-1 <= line["alignment_loss"] <= 1 for line in lines)
+
+
+def test_features_at_each_step_equal_stored_ones(folder, weights, tmp_path):
+    """Up to fp16, in which features are stored."""
+    losses = []
+    for name, keys in {
+        "stored": (),
+        "step": (f"alignment.encoder={MODEL}", f"alignment.weights={weights}"),
+    }.items():
+        keys = (*KEYS, *keys, f"data.path={folder}", "alignment=repa", "alignment.block=1")
+        start("train.py", *keys, f"output_dir={tmp_path}/{name}")
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["alignment_loss"] for line in lines])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "error", "message"),
+    [
+        (
+            "resnet18",
+            "FILE",
+            ValueError,
+            "features=resnet18 must be one of dinov2_b, or a vit_",
+        ),
+        ("dinov2_b", None, FileNotFoundError, "features_weights=None, the weights of dinov2_b, not found"),
+        (MODEL, "none.safetensors", FileNotFoundError, "not found"),
+        ("vit_small_patch16_224", "FILE", ValueError, "does not hold the weights of vit_small_patch16_224"),
+    ],
+)
+def test_wrong_encoders_are_refused(weights, name, file, error, message):
+    with pytest.raises(error, match=message):
+        PatchEncoder(name, weights if file == "FILE" else file, CPU)
+
+
+def test_an_image_of_another_size_is_refused(weights):
+    with pytest.raises(ValueError, match="resolution=60 must be a multiple of 16 for features"):
+        PatchEncoder(MODEL, weights, CPU).shape(60)
+    assert encode.FEATURES_AT_ONCE > 0
