@@ -129,7 +129,7 @@ STACKED = {
     "REPA": ("alignment=repa", "alignment.width=96"),
     "internal": ("model.inner_head=3",),
     "Muon": ("optimizer=muon",),
-    "post hoc": ("ema=post_hoc",),
+    "post hoc": ("ema=post_hoc", "train.milestone_every=100"),
 }
 STACKS = {
     f"{twin}, {name}".removesuffix(", "): (*keys, *more)
