@@ -11,6 +11,7 @@ import torch.nn as nn
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
+from torch.utils.flop_counter import FlopCounterMode
 
 from builders.auto import Resolved, resolve_auto
 from builders.estimate import Estimate, bytes_in_memory, estimate, free_disk, free_memory, sharing_processes
@@ -165,15 +166,17 @@ def _attach_alignment(
     """Build the alignment with its projector, and its encoder if it computes features at each step."""
     if (alignment := experiment.alignment()) is None:
         return None
-    shape, manifest = (dataset.manifest.features or {}).get("shape"), dataset.manifest
+    shape, manifest, flops = (dataset.manifest.features or {}).get("shape"), dataset.manifest, 0
     if name := alignment.encoder:
         with torch.random.fork_rng(devices=[]):  # networks draw weights before they load them
             decode = image_decoder(manifest, encoder_for(manifest, device, dataset.encoder))
             encoder = PatchEncoder(name, alignment.weights, device)
         alignment.encode = lambda x: encoder(torch.from_numpy(decode(x)).permute(0, 3, 1, 2))
-        shape = alignment.encode(torch.zeros(1, *net.latent_shape, device=device)).shape[1:]
+        with FlopCounterMode(display=False) as counted:
+            shape = alignment.encode(torch.zeros(1, *net.latent_shape, device=device)).shape[1:]
+        flops = counted.get_total_flops()
     with device:
-        alignment.attach(net, shape)
+        alignment.attach(net, shape, flops)
     return alignment
 
 

@@ -104,7 +104,7 @@ class Loss(ABC, Generic[PrecondT]):
         contrastive_weight: weight of the error against the velocity of another sample of the micro-batch. It
             is subtracted in `train()` mode, so that predictions of different samples differ [CFM].
         inner_weight: weight of the error of the inner head's prediction, which is added in `train()` mode
-            [Internal Guidance]; not used without such a head.
+            [InternalGuidance]; not used without such a head.
     """
 
     contrastive_weight, inner_weight = 0.0, 0.5  # for subclasses that do not set them

@@ -51,9 +51,9 @@ class Backbone(nn.Module):
     inner_head: int | None = None
     projected: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
-    def add_projector(self, build: Callable[[int], nn.Module], block: int) -> None:
+    def add_projector(self, build: Callable[[int], nn.Module], block: int, target_flops: int = 0) -> None:
         """Let the module build(D) read the tokens (N, T, D) after a block in `train()` mode; its output is
-        `projected`.
+        `projected`. Making its target takes `target_flops` for an image.
         """
         raise ValueError(f"alignment: {type(self).__name__} has no projector; alignment=none trains without")
 

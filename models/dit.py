@@ -204,12 +204,13 @@ class DiT(Backbone):
             for layer in finals:
                 nn.init.zeros_(layer.linear.weight)
 
-    def add_projector(self, build: Callable[[int], nn.Module], block: int) -> None:
+    def add_projector(self, build: Callable[[int], nn.Module], block: int, target_flops: int = 0) -> None:
         """Let the module build(D) read the tokens (N, T, D) after a block in `train()` mode.
 
         Tokens that bypass the block are read as they entered the window. See `Backbone.projected`.
         """
         self.projector, self.projector_block = build(self.hidden_size), block
+        self.target_flops = target_flops
 
     def forward(
         self,
@@ -306,7 +307,7 @@ class DiT(Backbone):
         # Backward: gradients of weights and inputs cost a forward each; the first layers need the former.
         training = 3 * forward - first + (sum(blocks) if self.gradient_checkpointing else 0)
         if self.projector is not None:
-            training += 3 * T * linear_flops(self.projector)
+            training += 3 * T * linear_flops(self.projector) + self.target_flops
         after = [r.end_layer_idx + 1 for r, kept in zip(self.routes, num_kept, strict=True) if kept < T]
         fp32 = sum(blocks[idx] for idx in after if idx < len(blocks)) if self.fp32_after_route else 0
         return Flops(forward, training, (4 if self.gradient_checkpointing else 3) * fp32)

@@ -123,8 +123,8 @@ class Records:
 
     def scales(self, study: str) -> list[str]:
         """Return the scales of guidance and the widths of averages from which the best is chosen."""
-        tuned = ("guidance=cfg", "guidance=internal", "checkpoint=std")
-        return [g for g in dict.fromkeys(row["guidance"] for row in self.rows[study]) if g.startswith(tuned)]
+        settings = dict.fromkeys(row["guidance"] for row in self.rows[study])
+        return [s for s in settings if any(name in s for name in ("cfg", "internal", "std"))]
 
     def chosen_guidance(self, study: str, arm: str, guidance: str) -> str:
         """Resolve `best` to the scale with the lowest mean distance, and to `best` without records."""

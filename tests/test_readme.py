@@ -32,6 +32,7 @@ from study.published import read_header, read_rows
 from tests.photos import write_photographs
 from tests.programs import start
 from tests.runs import ROOT, composed
+from training.ema import __main__ as averages  # noqa: F401
 
 FOLDERS = ("configs", "training", "routing", "routing/adapters", "models", "diffusion", "data", "evaluation")
 FOLDERS += ("benchmarks", "study")
@@ -61,6 +62,7 @@ PROGRAMS = {
     "sample.py": "sample",
     "fid.py": "fid",
     "data.encode": "encode",
+    "training.ema": "ema",
     "data.convert": "convert",
     "data.verify": "verify",
     "data.report": "report",
@@ -239,7 +241,7 @@ def keys_of_group(group):
 def test_every_key_is_on_its_page():
     training = [f"train.{field.name}" for field in fields(TrainConfig)]
     training += [f"routing.{field.name}" for field in fields(RoutingConfig)]
-    training += [*keys_of_group("optimizer"), *keys_of_group("ema")]
+    training += [*keys_of_group("optimizer"), *keys_of_group("ema"), *keys_of_group("alignment")]
     documented = {
         "training": training,
         "models": keys_of("model/dit.yaml", "model")
@@ -272,6 +274,7 @@ def test_every_published_row_is_on_the_page_of_recipes():
 
 def test_every_option_of_a_group_is_on_the_page_of_configurations():
     groups = "model model/routes model/router model/rejoin model/block data parity diffusion sampler guidance"
+    groups += " alignment"
     for group in (*groups.split(), "optimizer", "ema", "evaluation", "tracker"):
         for file in (ROOT / "configs" / group).glob("*.yaml"):
             assert f"`{file.stem}`" in PAGES["configs"], file

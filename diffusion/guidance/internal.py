@@ -1,4 +1,4 @@
-"""Internal guidance: away from the prediction of an inner head, in one forward. [Internal Guidance]"""
+"""Internal guidance: away from the prediction of an inner head, in one forward. [InternalGuidance]"""
 
 from dataclasses import replace
 

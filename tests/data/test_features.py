@@ -117,7 +117,7 @@ def test_a_training_is_aligned_with_stored_features(folder, alignment, tmp_path)
 
 def test_features_at_each_step_equal_stored_ones(folder, weights, tmp_path):
     """Up to fp16, in which features are stored."""
-    losses = []
+    losses, costs = [], []
     for name, keys in {
         "stored": (),
         "step": (f"alignment.encoder={MODEL}", f"alignment.weights={weights}"),
@@ -126,7 +126,12 @@ def test_features_at_each_step_equal_stored_ones(folder, weights, tmp_path):
         start("train.py", *keys, f"output_dir={tmp_path}/{name}")
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["alignment_loss"] for line in lines])
+        costs.append(json.loads((tmp_path / name / "manifest.json").read_text())["cost"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    # 16 patches and a class token, 12 blocks of width 192
+    blocks = 12 * (2 * 17 * 192 * 192 * 12 + 4 * 17 * 17 * 192)
+    encoder = blocks + 2 * 16 * 192 * 3 * 16 * 16
+    assert costs[1]["dense_training_flops"] - costs[0]["dense_training_flops"] == encoder
 
 
 @pytest.mark.parametrize(

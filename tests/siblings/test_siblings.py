@@ -52,6 +52,18 @@ def test_a_run_trains_and_is_scored_by_siblings(run):
     assert [{"name": "Brightness", "scale": 255.0}] in [entry.get("metrics") for entry in scores]
 
 
+def test_tokens_are_aligned_with_a_target_from_outside(tmp_path):
+    shape = ("model.hidden_size=32", "model.patch_size=2", "model.depth=8", "model.num_heads=2")
+    options = ("train.compile=false", "train.mixed_precision=no", f"output_dir={tmp_path}/run")
+    keys = ("model=tread", "alignment=toy", "data=synthetic", *shape, *SHORT, "train.log_every=1")
+    start("train.py", OWN, *keys, *options)
+    weights = load_file(tmp_path / "run/checkpoints/step_00000002/net.safetensors")
+    assert weights["projector.weight"].shape == (1, 32)
+    losses = [line["alignment_loss"] for line in metrics(tmp_path / "run") if "loss" in line]
+    assert len(losses) == 2 and all(loss > 0 for loss in losses)
+    start("sample.py", OWN, f"run={tmp_path}/run", "num_samples=2", "num_steps=1", f"out={tmp_path}/a.npz")
+
+
 def test_a_network_is_built_of_blocks_from_outside(tmp_path):
     shape = ("model.hidden_size=32", "model.patch_size=2", "model.depth=8", "model.num_heads=2")
     options = ("train.compile=false", "train.mixed_precision=no", f"output_dir={tmp_path}/run")

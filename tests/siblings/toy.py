@@ -18,6 +18,7 @@ from models.blocks import DiTBlock
 from models.layers import drop_labels
 from routing import Routing, end_route, resolve_routes, start_route
 from routing.tokens import keep_lowest
+from training.alignment import Alignment
 
 
 class FlowPath:
@@ -199,6 +200,19 @@ class MeanOfAll:
         weights = dict(state)
         self.num_updates.fill_(weights.pop("num_updates"))
         self.net.load_state_dict(weights)
+
+
+class Brighter(Alignment):
+    """Tokens predict the mean of their patch."""
+
+    def projector(self, hidden_size, target_size, grid_size):
+        return nn.Linear(hidden_size, target_size)
+
+    def target(self, x, features, grid_size, /):
+        return nn.functional.adaptive_avg_pool2d(x, grid_size).mean(dim=1).flatten(1).unsqueeze(2)
+
+    def error(self, predicted, target, /):
+        return (predicted - target).square().mean(dim=2)
 
 
 class Brightness(Metric):

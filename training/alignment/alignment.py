@@ -5,6 +5,7 @@ Shapes: N samples, T tokens of the image, D channels of a token, F numbers of a 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -42,7 +43,7 @@ class Alignment(ABC):
         self.block, self.weight, self.until_step, self.tokens = block, weight, until_step, tokens
 
     @abstractmethod
-    def projector(self, hidden_size: int, target_size: int, grid_size: int, /) -> nn.Module:
+    def projector(self, hidden_size: int, target_size: int, grid_size: int) -> nn.Module:
         """Build the module from tokens (N, T, D) to predictions (N, T, F); T = grid_size ** 2."""
 
     @abstractmethod
@@ -53,11 +54,12 @@ class Alignment(ABC):
     def error(self, predicted: torch.Tensor, target: torch.Tensor, /) -> torch.Tensor:
         """Return the error of each token (N, T) for predictions and targets (N, T, F) in fp32."""
 
-    def attach(self, net: Any, feature_shape: Sequence[int] | None) -> None:
+    def attach(self, net: Any, feature_shape: Sequence[int] | None, target_flops: int = 0) -> None:
         """Add the projector to a backbone.
 
         Args:
             feature_shape: (T, F) of the features of an image; None: there are none.
+            target_flops: cost of the features of an image, if they are computed at each step.
 
         Raises:
             ValueError: the features are missing or of another grid, or the network cannot be aligned.
@@ -72,7 +74,8 @@ class Alignment(ABC):
             )
             raise ValueError(f"alignment={name} needs {rule}: see data.encode features=dinov2_b")
         target_size = self.target(x, features, grid_size).shape[-1]
-        net.add_projector(lambda width: self.projector(width, target_size, grid_size), self.block)
+        build = partial(self.projector, target_size=target_size, grid_size=grid_size)
+        net.add_projector(build, self.block, target_flops)
 
     def is_on(self, step: int) -> bool:
         """True if the loss counts at a step, from 0."""

@@ -1,4 +1,4 @@
-"""Alignment of tokens with features of a pretrained encoder. [REPA] [iREPA]"""
+"""Alignment of tokens with features of a pretrained encoder. [REPA] [IREPA]"""
 
 import torch
 import torch.nn as nn
@@ -33,7 +33,7 @@ class REPA(Alignment):
         super().__init__(block, weight, until_step, tokens)
         self.width, self.encoder, self.weights = width, encoder, weights
 
-    def projector(self, hidden_size: int, target_size: int, grid_size: int, /) -> nn.Module:
+    def projector(self, hidden_size: int, target_size: int, grid_size: int) -> nn.Module:
         return mlp([hidden_size, self.width, self.width, target_size])
 
     def target(self, x: torch.Tensor, features: torch.Tensor | None, grid_size: int, /) -> torch.Tensor:
@@ -46,7 +46,7 @@ class REPA(Alignment):
 
 
 class IREPA(REPA):
-    """REPA with a convolution as its projector, and features normalised over the tokens. [iREPA]
+    """REPA with a convolution as its projector, and features normalised over the tokens. [IREPA]
 
     The convolution needs all tokens of the grid, so that `tokens` must be `all`. The arguments are documented
     in `REPA`; `width` is not used.
@@ -62,7 +62,7 @@ class IREPA(REPA):
     ):
         super().__init__(block, weight, until_step, encoder=encoder, weights=weights)
 
-    def projector(self, hidden_size: int, target_size: int, grid_size: int, /) -> nn.Module:
+    def projector(self, hidden_size: int, target_size: int, grid_size: int) -> nn.Module:
         return GridConv(hidden_size, target_size, grid_size)
 
     def target(self, x: torch.Tensor, features: torch.Tensor | None, grid_size: int, /) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Alignment of tokens with their own clean latent; it needs nothing but the batch. [SRA 2]"""
+"""Alignment of tokens with their own clean latent; it needs nothing but the batch. [SRA2]"""
 
 import torch
 import torch.nn as nn
@@ -30,7 +30,7 @@ class SRA2(Alignment):
         super().__init__(block, weight, until_step, tokens)
         self.num_layers, self.width = num_layers, width
 
-    def projector(self, hidden_size: int, target_size: int, grid_size: int, /) -> nn.Module:
+    def projector(self, hidden_size: int, target_size: int, grid_size: int) -> nn.Module:
         return mlp([hidden_size, *[self.width or 2 * hidden_size] * (self.num_layers - 1), target_size])
 
     def target(self, x: torch.Tensor, features: torch.Tensor | None, grid_size: int, /) -> torch.Tensor:
