@@ -23,7 +23,7 @@ from reports.effects import Effect, effect_of
 from runtime.files import atomic_write, write_text
 from runtime.provenance import PROJECT
 from study.records import DISTANCES, EXCESS, RATIOS, Records, compare, holm, score_of
-from study.twins import LOSS, STUDIES, UNGUIDED, search_losses
+from study.twins import LOSS, STACKED, STUDIES, TWINS, UNGUIDED, search_losses
 
 SEEN, OPPOSITE, UNDECIDED, UNTESTABLE = "seen", "opposite seen", "undecided", "not testable here"
 MIXED = "mixed"
@@ -36,7 +36,7 @@ SAME_DATA = {"depth": "mixture", "width": "mixture", "backbones": "digits"}
 SAME_DATA |= {name: "glyphs-50k" for name, study in STUDIES.items() if study.gpu}
 ROUNDING = 1e-9  # distances of a set to itself
 FIGURE = "assets/twins.png"
-FIGURE_STUDY = "digits-200"
+FIGURE_STUDY, STACKS = "digits-200", "stacks-256"
 PANELS = (  # of the figure: score, title, axis
     (LOSS, "loss on unseen digits", "steps"),
     ("memorised", "copies of training images", "steps"),
@@ -324,6 +324,35 @@ def arms_table(records: Records, study: str) -> str:
     return markdown(rows, dict.fromkeys(order, "{}"))
 
 
+def stacks_table(records: Records) -> str:
+    """Return a table of what each method changes with and without routes, in losses and distances."""
+    rows: list[dict[str, Any]] = []
+    for name in ("", *STACKED, "REPA kept", "REPA delayed"):
+        dense, routed = (f"{twin}, {name}".removesuffix(", ") for twin in TWINS)
+        base = dense if dense in STUDIES[STACKS].arms else "dense, REPA"
+        row: dict[str, Any] = {"method": name or "routes alone"}
+        for key, label in ((LOSS, "loss"), (records.distance(STACKS) or "", "distance")):
+            own = "best" if name in ("internal", "post hoc") and label == "distance" else UNGUIDED
+            arms = {
+                "dense": (dense, "dense"),
+                "routed": (routed, "routed" if name else "dense"),
+                "routed - dense": (routed, "routed", base, "dense"),
+            }
+            for column, pair in arms.items():
+                if name or column == "routed":
+                    effect = compare(records, STACKS, key, pair, "end", (own, UNGUIDED))
+                    row[f"{label}, {column}"] = effect.shown(key in RATIOS) if effect else ""
+                    row["n"] = max(row.get("n", 0), effect.n if effect else 0)
+        if effect := compare(records, STACKS, LOSS, (routed, base), "gflop"):
+            row["loss, routed against dense, equal FLOPs"] = effect.shown(True)
+        rows.append(row)
+    columns = [
+        f"{label}, {arm}" for label in ("loss", "distance") for arm in ("dense", "routed", "routed - dense")
+    ]
+    order = ["method", "n", *columns, "loss, routed against dense, equal FLOPs"]
+    return markdown(rows, dict.fromkeys(order, "{}")).replace("--:", "---")
+
+
 def page(records: Records) -> str:
     """Return the text of CLAIMS.md."""
     texts, claims = read_page()
@@ -334,7 +363,9 @@ def page(records: Records) -> str:
     )
     figure = f"![{texts['figure']}]({FIGURE})" if records.rows[FIGURE_STUDY] else ""
     parts = [head, texts["rehearsal"] if records.rehearsal else "", texts["cost"], scoreboard(records, True)]
-    parts += [texts["open"], scoreboard(records, False), figure, texts["gates"], gates_table(records)]
+    parts += [texts["open"], scoreboard(records, False), figure]
+    parts += [texts["stacks"], stacks_table(records)] if records.rows[STACKS] else []
+    parts += [texts["gates"], gates_table(records)]
     parts += [texts["searches"], searches_table(records), texts["arms"]]
     parts += [f"## {name}\n\n{arms_table(records, name)}" for name, rows in records.rows.items() if rows]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"

@@ -301,6 +301,32 @@ def test_the_page_has_every_recorded_arm_claim_search_and_baseline(folder):
     assert "**This is a rehearsal" in claims.page(Records(folder))
 
 
+def test_what_a_method_changes_with_and_without_routes(tmp_path, header):
+    """Means of logarithms; the last column compares at the final cost of the routed arm."""
+    losses = {"dense": 0.4, "routed": 0.5, "dense, Muon": 0.3, "routed, Muon": 0.45}
+    record = Record("twins_stacks-256", tmp_path, header)
+    for seed, wobble in enumerate((0.99, 1.0, 1.01)):
+        for arm, loss in losses.items():
+            cost, last = (2 if "dense" in arm else 1), {LOSS: loss * wobble}
+            rows = [row(arm, seed, 100, 100 * cost, **{LOSS: loss * wobble * 2})]
+            record.add(f"{arm} {seed}", [*rows, row(arm, seed, 200, 200 * cost, **last)])
+    records = Records(tmp_path)
+    arms = ("routed, Muon", "routed", "dense, Muon", "dense")
+    effect = compare(records, "stacks-256", LOSS, arms)
+    spread = effect_of([[math.log(w) for w in (0.99, 1.0, 1.01)]] * 4, (1, -1, -1, 1))
+    assert effect.value == pytest.approx(math.log(0.45 / 0.5) - math.log(0.3 / 0.4))
+    assert effect.high - effect.value == pytest.approx(spread.high - spread.value)
+    table = claims.stacks_table(records)
+    cells = [cell.strip() for cell in next(x for x in table.splitlines() if "| Muon" in x).split("|")]
+    shown = [compare(records, "stacks-256", LOSS, pair).shown(True) for pair in (arms[2:], arms[:2], arms)]
+    assert cells[1:6] == ["Muon", "3", *shown]
+    assert (
+        shown[0].startswith("-25.0 %") and shown[1].startswith("-10.0 %") and shown[2].startswith("+20.0 %")
+    )
+    # The dense arm has cost 200 after 100 steps, where its loss is twice the last one: 0.6 against 0.45.
+    assert cells[-2].startswith("-25.0 %")
+
+
 def test_the_figure_is_drawn(folder, header):
     record = Record("twins_digits-200", folder, header)
     scores = {LOSS: 0.5, "memorised": 0.1, "fd_pixel_held_out": 0.2}
