@@ -90,7 +90,7 @@ class ImageModel:
         gc.collect()  # compiled networks of earlier jobs of a sweep form reference cycles
         for net in self.networks:
             # One graph per length, with and without the second branch of guidance.
-            compile_blocks(net.blocks, 2 * self.num_lengths)
+            compile_blocks(net.units, 2 * self.num_lengths)
         return self
 
     def is_worth_compiling(self, num_samples: int) -> bool:

@@ -37,7 +37,7 @@ from training.weights import find_mismatch, load_weights, read_weights
 
 MAX_TOKENS = 2**16  # 4096x4096 pixels with an autoencoder of factor 8 and patches of 2
 GROUPS = ("sampler", "guidance")
-STD = re.compile(r"std(0\.\d+)")  # a checkpoint of ema=post_hoc
+STD = re.compile(r"std(0?\.\d+)")  # a checkpoint of ema=post_hoc
 # The keys that change a sample.
 SETTINGS = (*(option.name for option in fields(DrawOptions)), "decoding", *GROUPS)
 NAMED = {"num_steps": None, "guidance_scale": None}  # keys with a separate part in the name of a file

@@ -68,6 +68,9 @@ def check_train(train: TrainConfig) -> None:
     for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH), ("keep_freed_memory", SWITCH)):
         setattr(train, key, getattr(train, key).lower())  # a YAML `true` arrives as "True"
         check_choice(f"train.{key}", getattr(train, key), choices)
+    if train.milestone_every and train.milestone_every % train.save_every:
+        rule = f"a multiple of train.save_every={train.save_every}"
+        raise ValueError(f"train.milestone_every={train.milestone_every} must be {rule}")
     check_choice("train.parallel", train.parallel, PARALLEL)
     check_choice("train.reduce_dtype", train.reduce_dtype, REDUCE_DTYPES)
     if train.reduce_dtype != "fp32" and train.parallel == "ddp":

@@ -1,7 +1,7 @@
 """The table of a sweep over guidance or samplers, from the records of a run's scores.
 
-The compared records have the same protocol, checkpoint, seeds and number of samples as the newest: their
-samples are drawn from the same noise.
+The compared records have the same protocol, seeds and number of samples as the newest: their samples are
+drawn from the same noise. They may be of several checkpoints.
 """
 
 import math
@@ -13,7 +13,7 @@ from runtime.provenance import flatten
 
 TABLE = "sweep.md"
 # Settings that compared samples share.
-FIXED = ("weights_sha256", "objective", "num_samples", "first_seed", "labels", "class_label")
+FIXED = ("objective", "num_samples", "first_seed", "labels", "class_label")
 FIXED += ("mixed_precision", "decoding")
 MAY_DIFFER = ("sampler", "guidance")
 
@@ -47,14 +47,17 @@ def _chosen(record: dict[str, Any]) -> dict[str, str]:
     chosen = {key: "" if value is None else str(value) for key, value in flat.items()}
     for group in MAY_DIFFER:
         chosen[group] = chosen.get(f"{group}._target_", "").rpartition(".")[2]
-    return {key: value for key, value in chosen.items() if key.partition(".")[0] in MAY_DIFFER}
+    chosen["checkpoint"] = Path(chosen["checkpoint"]).name
+    kept = (*MAY_DIFFER, "checkpoint")
+    return {key: value for key, value in chosen.items() if key.partition(".")[0] in kept}
 
 
 def _rows(settings: list[dict[str, str]]) -> list[dict[str, str]]:
     kinds: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for chosen in settings:
         kinds.setdefault(tuple(chosen[group] for group in MAY_DIFFER), []).append(chosen)
-    shown = [group for i, group in enumerate(MAY_DIFFER) if len({kind[i] for kind in kinds}) > 1]
+    shown = ["checkpoint"] if len({chosen["checkpoint"] for chosen in settings}) > 1 else []
+    shown += [group for i, group in enumerate(MAY_DIFFER) if len({kind[i] for kind in kinds}) > 1]
     for alike in kinds.values():
         shown += [key for key in alike[0] if len({chosen.get(key) for chosen in alike}) > 1]
     return [{key: chosen.get(key, "") for key in dict.fromkeys(shown)} for chosen in settings]
@@ -74,7 +77,7 @@ def _best(records: list[dict[str, Any]], key: str) -> int | None:
 
 def _heading(record: dict[str, Any]) -> str:
     drawn = record["samples"]["drawn"]
-    shared = {key: drawn.get(key) for key in ("checkpoint", "num_samples", "first_seed")}
+    shared = {key: drawn.get(key) for key in ("num_samples", "first_seed")}
     return f"suite={record.get('suite')}, " + ", ".join(f"{k}={v}" for k, v in shared.items()) + "\n\n"
 
 

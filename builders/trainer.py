@@ -32,7 +32,7 @@ from runtime.provenance import environment, flatten
 from training.alignment import Alignment
 from training.batches import Batches
 from training.checkpoint import CheckpointFolder, latest_checkpoint
-from training.ema import PostHocEMA
+from training.ema import networks_of
 from training.recorder import Recorder
 from training.run_folder import RunFolder, changes
 from training.sharding import check_parallel, shard
@@ -48,7 +48,8 @@ from training.weights import (
 )
 from training.window import Work
 
-INIT_KEYS = "data.in_channels, model/size, model/block, model.num_prefix_tokens, model.learn_sigma"
+INIT_KEYS = "data.in_channels, model/size, model/block, model.num_prefix_tokens, model.learn_sigma, "
+INIT_KEYS += "model.inner_head, model.head_width"
 
 
 def check_files(experiment: Experiment, run: RunFolder) -> None:
@@ -57,6 +58,10 @@ def check_files(experiment: Experiment, run: RunFolder) -> None:
     if train.init_from and not latest_checkpoint(run.path):
         check_init_from(train.init_from, train.init_from_objective)
         check_init_shapes(experiment)
+    alignment = experiment.alignment()
+    if alignment and alignment.encoder and not Path(alignment.weights or "").is_file():
+        rule = f"must be the safetensors file of alignment.encoder={alignment.encoder}"
+        raise FileNotFoundError(f"alignment.weights={alignment.weights} {rule}")
     suite = experiment.evaluation.arguments if experiment.evaluation else {}
     for key in ("reference", "weights"):
         file = suite.get(key)
@@ -123,8 +128,7 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
     ema, plan = experiment.ema(net), experiment.route_plan(net)
     lengths = plan.lengths(train.masked_loss)
     lengths |= {net.num_tokens - length for length in lengths}  # model.window=separate has both
-    averages = [ema.net, *([ema.wide.net] if isinstance(ema, PostHocEMA) else [])]
-    prepared = _prepare(net, averages, resolved.compile, len(lengths), train, launch)
+    prepared = _prepare(net, networks_of(ema), resolved.compile, len(lengths), train, launch)
     precond, bare_loss = experiment.precond(prepared), experiment.loss(net)
     loss = torch.autocast(device.type, torch.bfloat16, enabled=resolved.bf16)(bare_loss)
     optimizer = experiment.optimizer(net.named_parameters())
@@ -132,11 +136,13 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
     recorder = Recorder(launch, run)
     evaluators = build_evaluators(experiment, run, dataset, launch, net, ema.net, bare_loss, resolved)
     check_sweep_metric(experiment.sweep_metric, evaluators)
-    batches = _build_batches(experiment, resolved, dataset, recorder)
+    batches = _build_batches(experiment, resolved, dataset, recorder, alignment)
     cost = cache(partial(cost_of, net, fp32_slowdown=fp32_slowdown(net, device, resolved.bf16)))
 
     def losses(ratios: tuple[float, ...]) -> torch.Tensor:
-        return micro_loss(precond, net, loss, resolved.micro_batch_size, device, Routing(ratios))
+        N = resolved.micro_batch_size
+        values = micro_loss(precond, net, loss, N, device, Routing(ratios))
+        return values if alignment is None else values + alignment.blank_loss(net, N, device)
 
     trainer = Trainer(
         *(launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder),
@@ -169,8 +175,10 @@ def _attach_alignment(
     shape, manifest, flops = (dataset.manifest.features or {}).get("shape"), dataset.manifest, 0
     if name := alignment.encoder:
         with torch.random.fork_rng(devices=[]):  # networks draw weights before they load them
-            decode = image_decoder(manifest, encoder_for(manifest, device, dataset.encoder))
-            encoder = PatchEncoder(name, alignment.weights, device)
+            autoencoder = encoder_for(manifest, device, dataset.encoder)
+            encoder = PatchEncoder(name, str(alignment.weights), device)
+        encoder.shape(manifest.input_size * autoencoder.factor)  # refuses sides that do not fit
+        decode = image_decoder(manifest, autoencoder)
         alignment.encode = lambda x: encoder(torch.from_numpy(decode(x)).permute(0, 3, 1, 2))
         with FlopCounterMode(display=False) as counted:
             shape = alignment.encode(torch.zeros(1, *net.latent_shape, device=device)).shape[1:]
@@ -240,7 +248,7 @@ def _load_init(net: nn.Module, experiment: Experiment, run: RunFolder) -> dict[s
 
 def _prepare(
     net: Backbone,
-    averages: Sequence[nn.Module],
+    averages: Sequence[Any],
     compiled: bool,
     num_lengths: int,
     train: TrainConfig,
@@ -251,12 +259,11 @@ def _prepare(
     torch._dynamo.reset()
     if compiled:
         torch._dynamo.config.recompile_limit = 0
-        compile_blocks(net.blocks, most_graphs(num_lengths))
+        compile_blocks(net.units, most_graphs(num_lengths))
     if train.parallel != "ddp":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[train.reduce_dtype]
         for each in (net, *averages):
-            blocks = each.get_submodule("blocks").children()
-            shard(each, blocks, launch, sharing_processes(train, launch.world_size), dtype)
+            shard(each, each.units, launch, sharing_processes(train, launch.world_size), dtype)
         return net
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     # The loss has its own autocast: the one of accelerate would stay on in evaluations.
@@ -268,6 +275,7 @@ def _build_batches(
     resolved: Resolved,
     dataset: LatentDataset,
     recorder: Recorder,
+    alignment: Alignment | None,
 ) -> Batches:
     launch, seed, masked = recorder.launch, experiment.seed, experiment.train.masked_loss
     sizes = {"batch_size": experiment.train.batch_size, "micro_batch_size": resolved.micro_batch_size}
@@ -283,7 +291,7 @@ def _build_batches(
         pin_memory=launch.device.type == "cuda",
         with_masks=masked,
         token_mask=masks_to_tokens if experiment.routing.force_keep_overflow == "grow" else None,
-        with_features=experiment.alignment_node is not None,
+        with_features=alignment is not None and alignment.needs_features and alignment.encoder is None,
     )
     entries = entries_by_step(dataset, seed, sizes["batch_size"])
 

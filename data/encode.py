@@ -85,10 +85,10 @@ def main(request: EncodeConfig) -> None:
         if path is not None and not Path(path).exists():
             raise FileNotFoundError(f"{key}={path} not found")
     launch = start_process(timeout=PATIENCE, tf32=False)  # latents are made once for all runs
-    encoder = load_encoder(request.encoder, launch.device, request.mixed_precision == "bf16")
     featurize = None
     if request.features is not None:
-        featurize = PatchEncoder(request.features, request.features_weights, launch.device)
+        featurize = PatchEncoder(request.features, str(request.features_weights), launch.device)
+    encoder = load_encoder(request.encoder, launch.device, request.mixed_precision == "bf16")
     job = plan_job(request, encoder, featurize)
     lock = lock_of(Path(request.out))
     try:
@@ -110,6 +110,8 @@ def check_request(request: EncodeConfig) -> None:
         raise ValueError(f"conditioning_type={request.conditioning_type} needs masks=FOLDER")
     check_choice("mixed_precision", request.mixed_precision, ("no", "bf16"))
     check_choice("normalise", request.normalise, ("encoder", "channels"))
+    if (request.features is None) != (request.features_weights is None):
+        raise ValueError("features and features_weights must be given together")
 
 
 @dataclass(frozen=True)
@@ -307,6 +309,8 @@ def normalise_channels(folder: Path) -> None:
     dataset = open_latents(folder)
     dataset.manifest = manifest
     means, stds, _ = dataset.measure()
+    if constant := (stds == 0).nonzero().flatten().tolist():
+        raise ValueError(f"normalise=channels: channel {constant[0]} of the latents is constant")
     scale, shift = tuple((1 / stds).tolist()), tuple(means.tolist())
     write_json(folder / FILES["manifest"], asdict(replace(manifest, scale=scale, shift=shift, std=1.0)))
 

@@ -67,7 +67,11 @@ class KLEncoder:
     """
 
     kind, class_name = "moments", "AutoencoderKL"
-    resolution: int | None = None
+
+    @property
+    def resolution(self) -> int | None:
+        """The only side of images that it takes; None: any multiple of `factor`."""
+        return None
 
     def __init__(self, name: str, device: torch.device, bf16: bool = False, official: bool = False):
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else PUBLISHED.get(name, name)
@@ -166,11 +170,14 @@ class RAEEncoder(KLEncoder):
 
     kind, class_name = "samples", "AutoencoderRAE"
 
+    @property
+    def resolution(self) -> int:
+        return self.net.decoder_image_size
+
     def _normalisation(self, name: str) -> tuple[Numbers, Numbers, float]:
         return 1.0, 0.0, float(self.net.config.scaling_factor)
 
     def _sizes(self) -> tuple[int, int]:
-        self.resolution = self.net.decoder_image_size
         return self.net.decoder_patch_size, self.net.config.encoder_hidden_size
 
     def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -282,7 +289,10 @@ def _class_of(request: str) -> str:
 
     name = PUBLISHED.get(request, request)
     try:
-        config: Any = AutoencoderKL.load_config(name, local_files_only=is_at_hand(name))
+        if Path(name).is_dir():
+            config: Any = read_json(Path(name) / "config.json", MAX_CONFIG_BYTES)
+        else:
+            config = AutoencoderKL.load_config(name, local_files_only=is_at_hand(name))
     except (*LOADING_ERRORS, TypeError):  # `_load_autoencoder` explains it
         return KLEncoder.class_name
     class_name = config.get("_class_name") if isinstance(config, dict) else None

@@ -37,12 +37,12 @@ class PatchEncoder:
 
         self.name, self.device = ENCODERS.get(name, name), device
         if not timm.is_model(self.name.partition(".")[0]) or not self.name.startswith("vit_"):
-            raise ValueError(f"features={name} must be one of {', '.join(ENCODERS)}, or a vit_ model of timm")
+            raise ValueError(
+                f"encoder of features {name} must be one of {', '.join(ENCODERS)}, or a vit_ model of timm"
+            )
         if weights is None or not Path(weights).is_file():
             source = f"https://huggingface.co/timm/{self.name}: model.safetensors"
-            raise FileNotFoundError(
-                f"features_weights={weights}, the weights of {name}, not found ({source})"
-            )
+            raise FileNotFoundError(f"the weights of {name}, {weights}, not found ({source})")
         self.weights_hash = sha256(Path(weights))
         options = {"num_classes": 0, "dynamic_img_size": True}
         self.net = load_timm(self.name, Path(weights), options).to(device).requires_grad_(False)

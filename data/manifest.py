@@ -82,8 +82,10 @@ class LatentManifest:
         yield "hflip", isinstance(self.hflip, bool), "true or false"
         yield "conditioning_type", self.conditioning_type in CONDITIONING_TYPES, "null, mask or segmentation"
         yield "encoder", isinstance(self.encoder, str), "a name"
-        sizes = (self.features or {"shape": (1, 1)}).get("shape", ())
-        is_shape = len(sizes) == 2 and all(map(_is_count, sizes)) and math.prod(sizes) <= MAX_NUMBERS
+        features = {"shape": (1, 1)} if self.features is None else self.features
+        sizes = features.get("shape") if isinstance(features, dict) else None
+        is_shape = isinstance(sizes, list | tuple) and len(sizes) == 2 and all(map(_is_count, sizes))
+        is_shape = is_shape and math.prod(sizes) <= MAX_NUMBERS
         yield "features", is_shape, f"null, or have shape: [tokens, numbers], at most {MAX_NUMBERS} numbers"
         is_bounded = isinstance(self.num_classes, int) and 0 <= self.num_classes <= MAX_CLASSES
         yield "num_classes", is_bounded, f"in [0, {MAX_CLASSES}]"

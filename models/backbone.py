@@ -36,7 +36,7 @@ class Backbone(nn.Module):
         class_dropout_prob: probability of the null class in training; 0: the null class is not trained.
         num_tokens: T.
         routes: routes in layer order; (): none.
-        blocks: modules that are compiled one by one.
+        blocks: the blocks that routes count.
         inner_head: index of the block after which F_x is predicted, too; None: no second prediction.
         projected: after a forward in `train()` mode, the output of the projector for each token, and which
             tokens (N, T) bool the block processed, None: all. None: no projector.
@@ -50,6 +50,11 @@ class Backbone(nn.Module):
     blocks: Sequence[nn.Module]
     inner_head: int | None = None
     projected: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    @property
+    def units(self) -> Sequence[nn.Module]:
+        """The modules that are compiled one by one, and sharded one by one."""
+        return self.blocks
 
     def add_projector(self, build: Callable[[int], nn.Module], block: int, target_flops: int = 0) -> None:
         """Let the module build(D) read the tokens (N, T, D) after a block in `train()` mode; its output is

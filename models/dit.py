@@ -127,6 +127,8 @@ class DiT(Backbone):
             check_index("model.inner_head", inner_head, depth)
         if head_width is not None:
             check_positive("model.head_depth", head_depth)
+            if head_depth > MAX_DEPTH:
+                raise ValueError(f"model.head_depth={head_depth} must be at most {MAX_DEPTH}")
             check_positive("model.head_num_heads", head_num_heads)
             if head_width <= 0 or head_width % head_num_heads:
                 rule = f"a multiple of model.head_num_heads={head_num_heads}, or null"
@@ -204,6 +206,10 @@ class DiT(Backbone):
             for layer in finals:
                 nn.init.zeros_(layer.linear.weight)
 
+    @property
+    def units(self) -> Sequence[nn.Module]:
+        return (*self.blocks, *(() if self.head is None else self.head.blocks))
+
     def add_projector(self, build: Callable[[int], nn.Module], block: int, target_flops: int = 0) -> None:
         """Let the module build(D) read the tokens (N, T, D) after a block in `train()` mode.
 
@@ -268,7 +274,7 @@ class DiT(Backbone):
                 tokens = self._whole(x, ids_keep, original, other)[:, P:]  # (N, T, D)
                 inner = tokens if idx == self.inner_head else inner
                 if self.training and self.projector is not None and idx == self.projector_block:
-                    self.projected = self.projector(tokens), self._is_kept(ids_keep)
+                    self.projected = self.projector(tokens), self._is_kept(ids_keep, skipping, tokens)
             if idx == end_idx:
                 after_route = ids_keep is not None
                 if ids_keep is not None and self.window == "context":
@@ -278,7 +284,7 @@ class DiT(Backbone):
                 x = self.rejoins[i](None if skipping else x, ids_keep, original, generator)  # (N, L, D)
                 arguments, skipping, ids_keep = dense_arguments, False, None
         x, c, t = x[:, P:], *(z[:, P:] if z.shape[1] > 1 else z for z in (c, t))
-        last = (x, c) if self.head is None else self.head(latents, x, t)
+        last = (x, c) if self.head is None else self.head(latents, x, t, partial(self._run, fp32=False))
         F_x = self._unpatchify(self.final_layer(*last))  # (N, C or 2C, H, W)
         if inner is None or self.inner_layer is None:
             return F_x
@@ -301,11 +307,13 @@ class DiT(Backbone):
                 per_token = self.head is not None and layer is self.final_layer
                 modulations = T if per_token else 1
                 last += T * linear_flops(layer.linear) + modulations * linear_flops(layer.adaLN_modulation)
+        of_head = 0 if self.head is None else self.head.block_flops(T)
         if self.head is not None:
-            last += self.head.flops(T)
+            last += T * self.head.embedding_flops + of_head
         forward = first + linear_flops(self.t_embedder.mlp[2]) + sum(blocks) + rejoins + last
         # Backward: gradients of weights and inputs cost a forward each; the first layers need the former.
-        training = 3 * forward - first + (sum(blocks) if self.gradient_checkpointing else 0)
+        recomputed = sum(blocks) + of_head if self.gradient_checkpointing else 0
+        training = 3 * forward - first + recomputed
         if self.projector is not None:
             training += 3 * T * linear_flops(self.projector) + self.target_flops
         after = [r.end_layer_idx + 1 for r, kept in zip(self.routes, num_kept, strict=True) if kept < T]
@@ -329,12 +337,15 @@ class DiT(Backbone):
             return x
         return end_route(x, ids_keep, original if other is None else end_route(*other, original))
 
-    def _is_kept(self, ids_keep: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the image tokens that are in the window, (N, T) bool; None: all."""
-        if ids_keep is None:
+    def _is_kept(
+        self, ids_keep: torch.Tensor | None, skipping: bool, tokens: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the image tokens (N, T) bool that a block processed; None: all."""
+        if self.window != "bypass" or (ids_keep is None and not skipping):
             return None
-        kept = torch.zeros(len(ids_keep), self.num_prefix_tokens + self.num_tokens, device=ids_keep.device)
-        return kept.scatter(1, ids_keep, 1.0)[:, self.num_prefix_tokens :].bool()
+        P, T = self.num_prefix_tokens, self.num_tokens
+        kept = torch.zeros(len(tokens), P + T, device=tokens.device)
+        return (kept if ids_keep is None else kept.scatter(1, ids_keep, 1.0))[:, P:].bool()
 
     def _embed(self, x: torch.Tensor) -> torch.Tensor:
         # fp32: autocast must not make the residual stream bf16. Contiguous: the patches are a transposed view

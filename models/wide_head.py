@@ -6,6 +6,7 @@ by what the blocks made of it. Published for RAE: 2 blocks of width 2048 after 2
 Shapes: N samples, T tokens, D channels of the blocks, W of the head.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class WideHead(nn.Module):
         )
 
     def forward(
-        self, latents: torch.Tensor, s: torch.Tensor, t: torch.Tensor
+        self, latents: torch.Tensor, s: torch.Tensor, t: torch.Tensor, run: Callable[..., torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens and their conditioning for the final layer, (N, T, W) each.
 
@@ -65,6 +66,7 @@ class WideHead(nn.Module):
             latents: (N, C, H, W) scaled noisy latents.
             s: (N, T, D) tokens after the blocks.
             t: (N, 1 or T, D) embedded noise level.
+            run: run(block, x, c, positions) calls a block.
         """
         # c = W_s silu(t + s), [DDT]
         c = self.projector(F.silu(t + s))  # (N, T, W)
@@ -72,14 +74,17 @@ class WideHead(nn.Module):
         if self.pos_embed is not None:
             x = x + self.pos_embed
         for block in self.blocks:
-            x = block(x, c, self.positions)
+            x = run(block, x, c, self.positions)
         return x, c
 
-    def flops(self, num_tokens: int) -> int:
-        """Return the FLOPs of the matrix products for one sample."""
-        embed = 2 * self.x_embedder.proj.weight.numel() + linear_flops(self.projector)
-        blocks = sum(  # the conditioning differs from token to token
+    @property
+    def embedding_flops(self) -> int:
+        """FLOPs of one token before the blocks."""
+        return 2 * self.x_embedder.proj.weight.numel() + linear_flops(self.projector)
+
+    def block_flops(self, num_tokens: int) -> int:
+        """Return the FLOPs of the blocks for one sample; the conditioning differs from token to token."""
+        return sum(
             block.flops(num_tokens) + (num_tokens - 1) * linear_flops(block.adaLN_modulation)
             for block in self.blocks
         )
-        return num_tokens * embed + blocks

@@ -27,7 +27,7 @@ def load_timm(model: str, file: Path, options: Mapping[str, Any]) -> nn.Module:
         with safe_open(file, "pt") as weights:  # timm ignores missing ones where it leaves out the head
             if missing := network.state_dict().keys() - {*weights.keys()}:
                 raise RuntimeError(f"{', '.join(sorted(missing)[:3])} and others are missing")
-    except (RuntimeError, SafetensorError) as error:
+    except (RuntimeError, SafetensorError, TypeError) as error:  # TypeError: it does not have these options
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{file} does not hold the weights of {model}: {reason}") from error
     return network.eval()

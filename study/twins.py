@@ -71,7 +71,6 @@ class Study:
         noises: sets of noise with which samples of the best, the last and the equally expensive checkpoint
             are drawn.
         scored: keys of fid.py by arm, each a sweep of the last checkpoint.
-        rates: learning rates of arms that are not searched and do not have `lr`.
         num_samples, num_steps: of each set of samples.
         features: prepare the data with features of a small encoder (study/encoder.py).
     """
@@ -89,7 +88,6 @@ class Study:
     noises: int = NUM_NOISES
     gpu: bool = False
     scored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    rates: Mapping[str, float] = field(default_factory=dict)
     num_samples: int = NUM_SAMPLES
     num_steps: int = NUM_STEPS
     features: bool = False
@@ -129,7 +127,7 @@ STACKED = {
     "REPA": ("alignment=repa", "alignment.width=96"),
     "internal": ("model.inner_head=3",),
     "Muon": ("optimizer=muon",),
-    "post hoc": ("ema=post_hoc", "train.milestone_every=100"),
+    "post hoc": ("ema=post_hoc", "train.milestone_every=20", "train.save_every=20"),
 }
 STACKS = {
     f"{twin}, {name}".removesuffix(", "): (*keys, *more)
@@ -237,7 +235,7 @@ class Work:
 
     def run(self) -> list[str]:
         """Run the trainings that are not recorded yet. Return the failures."""
-        rates = dict.fromkeys(self.arms, self.study.lr) | dict(self.study.rates)
+        rates = dict.fromkeys(self.arms, self.study.lr)
         if self.study.features:
             self._prepare()
         if self.study.search_seeds:
@@ -298,12 +296,13 @@ class Work:
         steps = TINY_STEPS if self.request.tiny else study.search_steps if search else self.steps
         every = steps if search else self.every
         shared = {"arm": arm, "seed": seed, "lr": f"{lr:g}", "part": "search" if search else "training"}
-        keys = [f"data={study.data}", *study.task, *self.arms[arm], f"optimizer.lr={lr:g}"]
+        keys = [f"data={study.data}", *study.task]
+        # Milestones stay, also if a stopped training saves a checkpoint between two of them.
+        keys += [f"train.{key}={every}" for key in ("eval_every", "save_every", "milestone_every")]
+        keys += [*self.arms[arm], f"optimizer.lr={lr:g}"]
         keys += (*TINY, *TINY_DATA.get(study.data, ())) if self.request.tiny else ()
         keys += [f"data.path={out / self.name}"] if study.data != "mixture" else []  # a mixture has no file
         keys += [f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null"]
-        # Milestones stay, also if a stopped training saves a checkpoint between two of them.
-        keys += [f"train.{key}={every}" for key in ("eval_every", "save_every", "milestone_every")]
         try:
             start_program("train.py", Path(f"{run}.log"), *keys)
         except OSError:

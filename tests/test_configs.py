@@ -133,7 +133,7 @@ def test_every_option_composes_and_builds(group, option, latents):
     needs_latents = (group, option) in (("optimizer", "adamw_latents"), ("ema", "latents"))
     extra += ["data=latents", f"data.path={latents}"] if needs_latents else []
     extra += ["model.inner_head=1"] if option == "internal" else []
-    extra += ["train.milestone_every=50"] if option == "post_hoc" else []
+    extra += ["train.milestone_every=${train.save_every}"] if option == "post_hoc" else []
     extra += ["evaluation.reference=REFERENCE.npz"] if option in ("adm", "adm_5k", "all") else []
     extra += ["sampler=heun"] if group == "sampler/times" else []
     extra += ["diffusion=ddpm", "sampler.solve_on=null"] if option == "respaced" else []

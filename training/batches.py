@@ -35,7 +35,7 @@ class Batches:
 
     Args:
         read: read(step) yields this rank's micro-batches from `step` on: entries, labels, masks, num_forced,
-            and features, which may be missing.
+            and features, which a reader without them leaves out.
         entries: entries(step) returns the entries of the global batch of a step (from 0), in order.
         to_latents: to_latents(entries, generator) converts stored entries to the network's input.
         token_mask: converts masks (N, H, W) to the tokens (N, T) that must not bypass; None: no masks.

@@ -160,7 +160,8 @@ class CheckpointFolder:
         except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
             shutil.rmtree(partial, ignore_errors=True)
             raise error if isinstance(error, OSError) else OSError(str(error)) from error
-        _discard(final)
+        for stale in (final, *self.folder.glob(f"{final.name}_std*")):  # averages made of an earlier step
+            _discard(stale)
         partial.rename(final)
         sync(self.folder)
         # This one is the newest: damaged newer ones have been renamed.

@@ -18,7 +18,7 @@ from training.alignment import Alignment
 from training.batches import Batches, MicroBatch
 from training.checkpoint import CheckpointFolder, Part
 from training.clock import Clock
-from training.ema import EMA
+from training.ema import EMA, PostHocEMA, networks_of
 from training.optimizer import Optimizer
 from training.recorder import Recorder, without_pictures
 from training.sharding import gathered, no_sync, whole
@@ -74,7 +74,7 @@ class Trainer:
     speed_check: Callable[[tuple[float, ...]], None] | None = None
 
     def __post_init__(self) -> None:
-        self.ema_wide: EMA | None = getattr(self.ema, "wide", None)
+        self.ema_wide = self.ema.wide if isinstance(self.ema, PostHocEMA) else None
         self.parameters = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
         # Weights, their average, and two optimizer states per weight, in fp32.
         num_bytes = 4 * 4 * sum(parameter.numel() for parameter in self.net.parameters())
@@ -87,8 +87,7 @@ class Trainer:
     @property
     def networks(self) -> list[nn.Module]:
         """The trained network, and the averaged ones."""
-        averages = [average.net for average in (self.ema, self.ema_wide) if average is not None]
-        return [self.net, *averages]
+        return [self.net, *([] if self.ema is None else networks_of(self.ema))]
 
     @property
     def parts(self) -> dict[str, Part]:

@@ -61,7 +61,7 @@ def record(scale, checkpoint="a", num_samples=5, **values):
     fixed = dict.fromkeys(("labels", "class_label", "mixed_precision", "decoding"))
     guidance = {"_target_": "diffusion.CFG", "guidance_scale": scale}
     drawn = {"guidance": guidance, "sampler": {"_target_": "s"}, "num_samples": num_samples}
-    drawn |= {"weights_sha256": checkpoint, "first_seed": 0, **fixed}
+    drawn |= {"checkpoint": f"run/checkpoints/{checkpoint}", "first_seed": 0, **fixed}
     content = {"suite": "s", "protocol": {}, "higher_is_better": ["up"], "cost_per_image": {"flops": 2e9}}
     return content | {"samples": {"drawn": drawn}, "values": values}
 
@@ -71,7 +71,6 @@ def test_records_that_cannot_be_compared_are_left_out(tmp_path):
     assert summarise(tmp_path / "a.json") is None, "there is nothing to compare"
     write_json(tmp_path / "b.json", record(2.0, up=2.0, down=3.0))
     write_json(tmp_path / "c.json", record(4.0, up=math.nan))
-    write_json(tmp_path / "other.json", record(3.0, checkpoint="b", up=9.0, down=0.0))
     write_json(tmp_path / "more.json", record(3.0, num_samples=6, up=9.0, down=0.0))
     write_json(tmp_path / "list.json", [])
     write_json(tmp_path / "text.json", {"samples": "x"})
@@ -81,3 +80,7 @@ def test_records_that_cannot_be_compared_are_left_out(tmp_path):
         ["2.0", "**2**", "3", "2"],
         ["4.0", "nan", "nan", "2"],
     ]
+    write_json(tmp_path / "other.json", record(1.0, checkpoint="std0.1", up=3.0, down=0.5))
+    rows = rows_of(summarise(tmp_path / "b.json"))
+    assert [(row["checkpoint"], row["up"]) for row in rows][-1] == ("std0.1", "**3**")
+    assert {row["checkpoint"] for row in rows[:-1]} == {"a"}

@@ -115,7 +115,7 @@ def test_latents_of_any_class_are_encoded_trained_and_sampled(flux2, tmp_path):
     keys += ("train.sample_every=2", "train.compile=false", "diffusion=flow_shifted", "train.log_every=1")
     start("train.py", *keys, f"output_dir={tmp_path}/run")
     config = (tmp_path / "run/config.yaml").read_text()
-    assert f"shift: {(8 * 8 * 8 / 4096) ** 0.5:.6f}"[:14] in config
+    assert "shift: 1.0\n" in config, "8x8x8 is smaller than 4x32x32"
     start("sample.py", f"run={tmp_path}/run", "num_samples=1", "num_steps=1", f"out={tmp_path}/a.npz")
     with np.load(tmp_path / "a.npz") as arrays:
         assert arrays["arr_0"].shape == (1, 32, 32, 3)

@@ -111,7 +111,9 @@ def test_bypassing_tokens_are_read_as_they_entered_the_window(window, prefix):
     entered, _ = hidden_after(net, 0, x, c_noise, labels, routing=Routing(0.5, noise=[noise]))
     inside, _ = hidden_after(net, 2, x, c_noise, labels, routing=Routing(0.5, noise=[noise]))
     tokens, kept = net.projected
-    assert torch.equal(kept, noise.argsort(1).argsort(1) < 8)
+    is_kept = noise.argsort(1).argsort(1) < 8
+    assert torch.equal(kept, is_kept) if window == "bypass" else kept is None, "the others are processed too"
+    kept = is_kept
     for i in range(4):
         if window == "context":  # they stay in the window
             expected = inside[i, prefix:]
@@ -135,6 +137,8 @@ def test_only_blocks_of_the_window_have_kept_tokens(block, whole):
     assert kept is None if whole else kept.sum(dim=1).tolist() == [8] * 4
     net(x, c_noise, labels, routing=Routing(0))
     assert net.projected[1] is None, "a dense step keeps all tokens"
+    net(x, c_noise, labels, routing=Routing(1))
+    assert net.projected[1] is None if whole else not net.projected[1].any(), "a skipped window keeps none"
 
 
 def test_kept_tokens_alone_count_if_the_alignment_says_so():
@@ -189,7 +193,7 @@ def test_the_cost_of_the_projector_is_counted():
 
 
 @pytest.mark.parametrize(
-    ("shape", "message"), [(None, "the data have none"), ((4, 7), "the data have them for 4")]
+    ("shape", "message"), [(None, "the images have none"), ((4, 7), "the images have them for 4")]
 )
 def test_missing_features_are_named(shape, message):
     with pytest.raises(ValueError, match=message):
@@ -202,6 +206,8 @@ def test_missing_features_are_named(shape, message):
         ({"weight": 0}, "alignment.weight=0 must be greater than 0"),
         ({"tokens": "some"}, "alignment.tokens=some must be one of all, kept"),
         ({"until_step": 0}, "alignment.until_step=0 must be greater than 0, or null"),
+        ({"num_layers": 0}, "alignment.num_layers=0 must be greater than 0"),
+        ({"width": 0}, "alignment.width=0 must be greater than 0, or null"),
     ],
 )
 def test_wrong_options_are_refused(options, message):

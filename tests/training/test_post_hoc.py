@@ -66,6 +66,15 @@ def test_a_skipped_step_changes_nothing():
     assert [ema.state_dict(), ema.wide.state_dict()] == before
 
 
+def test_weights_of_late_updates_are_exact():
+    """1 - (1 - 1/t)^(g + 1) cancels in fp32."""
+    ema = PowerEMA(one(0.0), 0.1)
+    for t in (10**5, 10**6, 4 * 10**6):
+        ema.num_updates.fill_(t - 1)
+        exact = -np.expm1((gamma_of(0.1) + 1) * np.log1p(-1 / t))
+        assert ema._weight().item() == pytest.approx(exact, rel=1e-5)
+
+
 def test_snapshots_give_themselves():
     snapshots = [Profile(t, gamma_of(std)) for t in (2.0, 5.0, 9.0) for std in (0.05, 0.1)]
     for i, snapshot in enumerate(snapshots):
@@ -148,16 +157,20 @@ def _write_sums(checkpoint):
 
 def test_samples_are_drawn_with_a_width_that_is_made_on_the_way(run):
     out = run.parent / "drawn.npz"
-    start("sample.py", f"run={run}", "checkpoint=std0.2", "num_samples=2", "num_steps=1", f"out={out}")
-    assert snapshots_of(run, 0.2).exists()
+    start("sample.py", f"run={run}", "checkpoint=std.08", "num_samples=2", "num_steps=1", f"out={out}")
+    assert snapshots_of(run, 0.08).exists()
     record = json.loads(out.with_suffix(".json").read_text())
-    assert record["checkpoint"].endswith("step_00000012_std0.2")
+    assert record["checkpoint"].endswith("step_00000012_std0.08")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"step": 3}, "step=3 not found: run=.* has steps 2, 4, 6, 8, 10, 12"),
+        (
+            {"std": 0.03},
+            r"an average of 6 snapshots .* would be \d+% off this width",
+        ),
         ({"std": 0.5}, "std=0.5 must be greater than 0 and at most 0.28"),
     ],
 )

@@ -15,6 +15,7 @@ import torch.nn as nn
 from runtime.errors import check_choice, check_positive
 
 TOKENS = ("all", "kept")
+HINT = "an encoder gives one for 16x16 pixels (data.encode features=, or alignment.encoder)"
 
 
 class Alignment(ABC):
@@ -33,6 +34,7 @@ class Alignment(ABC):
     needs_features = False  # the target is made from features of the images
     encoder: str | None = None  # computes the features at each step; None: they are stored
     weights: str | None = None  # file of the encoder's weights
+    feature_shape: Sequence[int] = ()
     encode: Callable[[torch.Tensor], torch.Tensor] | None = None  # x -> features, by the encoder
 
     def __init__(self, block: int, weight: float, until_step: int | None = None, tokens: str = "all"):
@@ -64,15 +66,13 @@ class Alignment(ABC):
         Raises:
             ValueError: the features are missing or of another grid, or the network cannot be aligned.
         """
+        self.feature_shape = feature_shape or ()
         grid_size, x = round(net.num_tokens**0.5), torch.zeros(1, *net.latent_shape, device="meta")
         features = None if feature_shape is None else torch.zeros(1, *feature_shape, device="meta")
         if self.needs_features and (features is None or features.shape[1] != net.num_tokens):
             given = "have none" if features is None else f"have them for {features.shape[1]}"
-            name, rule = (
-                type(self).__name__.lower(),
-                f"features for {net.num_tokens} tokens, the data {given}",
-            )
-            raise ValueError(f"alignment={name} needs {rule}: see data.encode features=dinov2_b")
+            needs = f"alignment={type(self).__name__.lower()} needs features for {net.num_tokens} tokens"
+            raise ValueError(f"{needs}, the images {given}: {HINT}")
         target_size = self.target(x, features, grid_size).shape[-1]
         build = partial(self.projector, target_size=target_size, grid_size=grid_size)
         net.add_projector(build, self.block, target_flops)
@@ -91,10 +91,20 @@ class Alignment(ABC):
             return 0 * predicted.float().mean(dim=(1, 2))  # other processes wait for the projector's gradient
         features = features if self.encode is None else self.encode(x)
         target = self.target(x.float(), features, round(net.num_tokens**0.5))
+        if predicted.shape != target.shape:
+            shapes = f"projector returns {tuple(predicted.shape)}, its target is {tuple(target.shape)}"
+            raise ValueError(f"alignment={type(self).__name__}: the {shapes}")
         error = self.error(predicted.float(), target.float())  # (N, T)
         if kept is None or self.tokens == "all":
             return error.mean(dim=1)
-        return (error * kept).sum(dim=1) / kept.sum(dim=1)
+        return (error * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
+
+    def blank_loss(self, net: Any, num_samples: int, device: torch.device) -> torch.Tensor:
+        """Return the loss (N,) of the last forward for images and features of zeros, to time a step."""
+        x, features = torch.zeros(num_samples, *net.latent_shape, device=device), None
+        if self.needs_features and self.encode is None:
+            features = torch.zeros(num_samples, *self.feature_shape, device=device)
+        return self.loss(net, x, features, step=0)
 
 
 def mlp(sizes: list[int]) -> nn.Sequential:

@@ -4,6 +4,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from runtime.errors import check_positive
 from training.alignment.alignment import Alignment, mlp
 
 
@@ -14,7 +15,7 @@ class REPA(Alignment):
         width: of the MLP, which has three layers.
         encoder: name of an encoder (`data/features.py`) that computes the features at each step from the
             decoded latents; None: they are stored in the latent folder.
-        weights: file of the encoder's weights; None: timm downloads them.
+        weights: safetensors file of the encoder's weights.
         The other arguments are documented in `Alignment`.
     """
 
@@ -31,6 +32,7 @@ class REPA(Alignment):
         weights: str | None = None,
     ):
         super().__init__(block, weight, until_step, tokens)
+        check_positive("alignment.width", width)
         self.width, self.encoder, self.weights = width, encoder, weights
 
     def projector(self, hidden_size: int, target_size: int, grid_size: int) -> nn.Module:

@@ -4,6 +4,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from runtime.errors import check_positive
 from training.alignment.alignment import Alignment, mlp
 
 BETA = 0.05  # of the smooth L1 loss
@@ -28,10 +29,14 @@ class SRA2(Alignment):
         width: int | None = None,
     ):
         super().__init__(block, weight, until_step, tokens)
+        check_positive("alignment.num_layers", num_layers)
+        if width is not None:
+            check_positive("alignment.width", width, otherwise=", or null")
         self.num_layers, self.width = num_layers, width
 
     def projector(self, hidden_size: int, target_size: int, grid_size: int) -> nn.Module:
-        return mlp([hidden_size, *[self.width or 2 * hidden_size] * (self.num_layers - 1), target_size])
+        width = 2 * hidden_size if self.width is None else self.width
+        return mlp([hidden_size, *[width] * (self.num_layers - 1), target_size])
 
     def target(self, x: torch.Tensor, features: torch.Tensor | None, grid_size: int, /) -> torch.Tensor:
         patches = F.pixel_unshuffle(x, x.shape[-1] // grid_size)  # (N, C p^2, grid, grid)

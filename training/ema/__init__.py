@@ -1,4 +1,4 @@
 """Averages of the weights, one file for each kind."""
 
 from training.ema.average import EMA
-from training.ema.post_hoc import PostHocEMA, reconstruct
+from training.ema.post_hoc import PostHocEMA, networks_of, reconstruct

@@ -26,18 +26,19 @@ class EMA:
     @torch.no_grad()
     def update(self, net: nn.Module, skipped: torch.Tensor) -> None:
         """Move the average towards `net`, unless `skipped` is 1 (0 or 1, 0-d, on the device)."""
-        weight = (1 - self._decay()) * (1 - skipped)
+        weight = self._weight() * (1 - skipped)
         averages: list[torch.Tensor] = list(self.net.parameters())
         # average += weight * (parameter - average); the weight stays on the device
         torch._foreach_lerp_(averages, list(net.parameters()), [weight] * len(averages))
         self.num_updates += 1 - skipped
 
-    def _decay(self) -> torch.Tensor:
+    def _weight(self) -> torch.Tensor:
+        """Return the weight of the network in the next update, 0-d."""
         decay = torch.full_like(self.num_updates, self.decay)
         if self.warmup:
             # beta_s = min(beta, (1 + s) / (10 + s))
             decay = torch.minimum(decay, (1 + self.num_updates) / (10 + self.num_updates))
-        return decay
+        return 1 - decay
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averaged weights, under the network's names, and the number of updates."""

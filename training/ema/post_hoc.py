@@ -28,6 +28,7 @@ from training.ema.average import EMA
 
 PARTS = ("ema", "ema_wide")  # of a checkpoint
 MAX_STD = 0.28  # a uniform average has 1 / sqrt(12) = 0.289
+MAX_DEVIATION = 0.1  # of a combination from the profile of its width
 
 
 class PowerEMA(EMA):
@@ -48,9 +49,9 @@ class PowerEMA(EMA):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict({key: value for key, value in state.items() if key != "std"})
 
-    def _decay(self) -> torch.Tensor:
-        # beta_t = (1 - 1 / t)^(gamma + 1), [EDM2]; t = 1 at the first update
-        return (1 - 1 / (self.num_updates + 1)) ** (self.gamma + 1)
+    def _weight(self) -> torch.Tensor:
+        # 1 - beta_t with beta_t = (1 - 1 / t)^(gamma + 1), [EDM2]; t = 1 at the first update
+        return -torch.expm1((self.gamma + 1) * torch.log1p(-1 / (self.num_updates + 1)))
 
 
 class PostHocEMA(PowerEMA):
@@ -67,6 +68,11 @@ class PostHocEMA(PowerEMA):
     def update(self, net: nn.Module, skipped: torch.Tensor) -> None:
         super().update(net, skipped)
         self.wide.update(net, skipped)
+
+
+def networks_of(ema: EMA) -> list[nn.Module]:
+    """Return the networks of an average: the one to sample from, and the wider one if there is one."""
+    return [ema.net, *([ema.wide.net] if isinstance(ema, PostHocEMA) else [])]
 
 
 def check_std(key: str, std: float) -> None:
@@ -105,6 +111,14 @@ def coefficients(snapshots: Sequence[Profile], target: Profile) -> np.ndarray:
     return x / x.sum()
 
 
+def deviation(snapshots: Sequence[Profile], weights: np.ndarray, target: Profile) -> float:
+    """Return the distance of a combination from a profile, relative to the profile's norm."""
+    # |sum x_i p_i - p|^2 = x A x - 2 x b + |p|^2
+    parts, signs = [*snapshots, target], np.append(weights, -1.0)
+    products = np.array([[product(a, b) for b in parts] for a in parts])
+    return float(np.sqrt(max(0.0, signs @ products @ signs) / product(target, target)))
+
+
 def reconstruct(run: Path, std: float, step: int | None = None) -> Path:
     """Write the average of a width at a step as a checkpoint; return its folder, which may exist already.
 
@@ -112,21 +126,22 @@ def reconstruct(run: Path, std: float, step: int | None = None) -> Path:
         step: of a checkpoint; None: the newest.
 
     Raises:
-        ValueError: the run did not use ema=post_hoc, has no such step, or a snapshot is damaged.
+        ValueError: the run did not use ema=post_hoc or has no such step, a snapshot is damaged, or there are
+            too few for this width.
     """
     check_std("std", std)
     steps = dict(steps_in(run / "checkpoints"))
     last = max(steps, default=None) if step is None else step
+    if not steps:
+        raise ValueError(f"run={run} has no checkpoint yet")
     if last not in steps:
-        raise ValueError(
-            f"step={step} not found: run={run} has steps {', '.join(map(str, steps)) or 'none yet'}"
-        )
+        raise ValueError(f"step={step} not found: run={run} has steps {', '.join(map(str, steps))}")
     folder = run / "checkpoints" / f"step_{last:08d}_std{std:g}"
     if (folder / "ema.safetensors").exists():
         return folder
     files, snapshots = [], []
     for checkpoint in (steps[number] for number in sorted(steps) if number <= last):
-        if damage := damage_of(checkpoint):
+        if damage := damage_of(checkpoint, [STATE, *(f"{part}.safetensors" for part in PARTS)]):
             raise ValueError(f"{checkpoint} is damaged ({damage}): move it away to leave it out")
         state = read_json(checkpoint / STATE)
         for part in PARTS:
@@ -136,6 +151,9 @@ def reconstruct(run: Path, std: float, step: int | None = None) -> Path:
             snapshots.append(Profile(state[part]["num_updates"], gamma_of(state[part]["std"])))
     target = Profile(max(snapshots).t, gamma_of(std))
     weights = coefficients(snapshots, target)
+    if (error := deviation(snapshots, weights, target)) > MAX_DEVIATION:
+        rule = f"{error:.0%} off this width, must be at most {MAX_DEVIATION:.0%}: lower train.milestone_every"
+        raise ValueError(f"std={std:g}: an average of {len(steps)} snapshots of run={run} would be {rule}")
     tensors = {}
     for file, weight in zip(tqdm(files, desc="average", unit="file", leave=False), weights, strict=True):
         with safe_open(file, "pt") as opened:
