@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from data.encoders import IdentityEncoder
 from data.latents import LatentDataset, open_latents, split
@@ -15,6 +16,7 @@ from data.writer import LatentWriter
 from runtime.lock import Lock
 
 NUM_DIGITS, NUM_HELD_OUT_DIGITS = 1797, 297
+NATIVE_SIZE, MAX_SIZE = 8, 64
 
 
 def write_once(path: str, origin: dict[str, Any], write: Callable[[], None]) -> None:
@@ -86,23 +88,31 @@ def digits(
     """Open scikit-learn's 1,797 handwritten digits, 8x8 grey, written once as a latent folder at `path`.
 
     Args:
+        input_size: side of the images; a multiple of 8 enlarges them.
         foreground_masks: give each digit a mask of its pixels that are not black.
         num_images: number of training images; the held-out ones are the same for every number. None: all.
     """
     most = NUM_DIGITS - NUM_HELD_OUT_DIGITS
     if num_images is not None and not 0 < num_images <= most:
         raise ValueError(f"data.num_images={num_images} must be in [1, {most}], or null for all")
+    if input_size % NATIVE_SIZE or not NATIVE_SIZE <= input_size <= MAX_SIZE:
+        raise ValueError(
+            f"data.input_size={input_size} must be a multiple of {NATIVE_SIZE}, at most {MAX_SIZE}"
+        )
     origin = {"num_images": num_images}
-    write_once(path, origin, lambda: _write_digits(path, foreground_masks, num_images))
+    write_once(path, origin, lambda: _write_digits(path, foreground_masks, num_images, input_size))
     return open_latents(path, input_size, in_channels, num_classes)
 
 
-def _write_digits(path: str, foreground_masks: bool, num_images: int | None) -> None:
+def _write_digits(path: str, foreground_masks: bool, num_images: int | None, size: int) -> None:
     from sklearn.datasets import load_digits
 
     source = load_digits()
     # Grey levels 0..16 -> 0..255.
     typical = np.rint(source.images * (255 / 16)).astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
+    if size != NATIVE_SIZE:
+        bicubic = (Image.fromarray(x).resize((size, size), Image.Resampling.BICUBIC) for x in typical[:, 0])
+        typical = np.stack([np.asarray(x) for x in bicubic])[:, None]
     ids = _first_digits(num_images)
     images, labels, classes = typical[ids], source.target[ids], tuple(map(str, source.target_names))
     masks, kind = (images[:, 0], "segmentation") if foreground_masks else (None, None)

@@ -22,16 +22,16 @@ from runtime.files import write_json
 
 NAME, WIDTH, NUM_FEATURES, GRID = "self-supervised (study/encoder.py)", 64, 32, 16
 STEPS, BATCH_SIZE, LR, TEMPERATURE = 500, 128, 2e-3, 0.1
-MAX_SHIFT, NOISE = 3, 0.2  # of a view: in pixels, and in units of the latents' standard deviation
+MAX_SHIFT, NOISE = 0.1, 0.2  # of a view: in sides, and in units of the latents' standard deviation
 AT_ONCE = 512
 
 
 class GridEncoder(nn.Module):
-    """A convolutional network from grey images (N, 1, 32, 32) to a grid of features (N, F, 16, 16)."""
+    """A convolutional network from grey images (N, 1, H, W) to a grid of features (N, F, 16, 16)."""
 
-    def __init__(self) -> None:
+    def __init__(self, side: int) -> None:
         super().__init__()
-        layers: list[nn.Module] = [nn.Conv2d(1, WIDTH, 3, stride=2, padding=1)]
+        layers: list[nn.Module] = [nn.Conv2d(1, WIDTH, 3, stride=side // GRID, padding=1)]
         for dilation in (1, 2, 4):
             layers += [nn.BatchNorm2d(WIDTH), nn.ReLU()]
             layers.append(nn.Conv2d(WIDTH, WIDTH, 3, padding=dilation, dilation=dilation))
@@ -40,13 +40,14 @@ class GridEncoder(nn.Module):
         self.head = nn.Sequential(nn.Linear(NUM_FEATURES, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the embedding (N, D) of images (N, 1, 32, 32), of length 1."""
+        """Return the embedding (N, D) of images (N, 1, H, W), of length 1."""
         return F.normalize(self.head(self.grid(x).mean(dim=(2, 3))), dim=1)
 
 
 def view(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Shift images (N, 1, H, W), scale their contrast, and add noise."""
-    shift = torch.randint(-MAX_SHIFT, MAX_SHIFT + 1, (2,), generator=generator).tolist()
+    most = round(MAX_SHIFT * x.shape[-1])
+    shift = torch.randint(-most, most + 1, (2,), generator=generator).tolist()
     contrast = 0.7 + 0.6 * torch.rand(len(x), 1, 1, 1, generator=generator)
     noise = NOISE * torch.randn(x.shape, generator=generator)
     return contrast * x.roll(shift, dims=(2, 3)) + noise * x.std()
@@ -60,11 +61,11 @@ def contrastive_loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def train_encoder(x: torch.Tensor, steps: int) -> GridEncoder:
-    """Train an encoder on images (N, 1, 32, 32)."""
+    """Train an encoder on images (N, 1, H, W) whose side is a multiple of 16."""
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        encoder = GridEncoder()
+        encoder = GridEncoder(x.shape[-1])
     optimizer = torch.optim.AdamW(encoder.parameters(), LR)
     for _ in tqdm(range(steps), desc="train the encoder", unit="step"):
         batch = x[torch.randint(len(x), (min(BATCH_SIZE, len(x)),), generator=generator)]
@@ -76,7 +77,7 @@ def train_encoder(x: torch.Tensor, steps: int) -> GridEncoder:
 
 @torch.no_grad()
 def features_of(encoder: GridEncoder, x: torch.Tensor) -> np.ndarray:
-    """Return features (N, 256, F) float16 of images (N, 1, 32, 32)."""
+    """Return features (N, 256, F) float16 of images (N, 1, H, W)."""
     parts = [encoder.grid(part).flatten(2).transpose(1, 2).half() for part in x.split(AT_ONCE)]
     return torch.cat(parts).numpy()
 
