@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from builders.references import of_latents
 from data import (
@@ -203,6 +204,19 @@ IDS = ("held_out_ids", "train_ids")
 
 def keys_of(images, labels):
     return [(image.tobytes(), int(label)) for image, label in zip(images, labels, strict=True)]
+
+
+def test_digits_may_be_enlarged(tmp_path):
+    """The same entries, by Pillow's bicubic filter."""
+    small, large = (digits(str(tmp_path / str(size)), size, 1, 10) for size in (8, 16))
+    ids = np.arange(5)
+    assert np.array_equal(small.labels, large.labels)
+    pairs = (real_images(dataset, ids, IdentityEncoder())[0][..., 0] for dataset in (small, large))
+    for original, image in zip(*pairs, strict=True):
+        enlarged = Image.fromarray(original).resize((16, 16), Image.Resampling.BICUBIC)
+        assert np.abs(np.asarray(enlarged).astype(int) - image).max() <= 1
+    with pytest.raises(ValueError, match=r"data\.input_size=12 must be a multiple of 8, at most 64"):
+        digits(str(tmp_path / "12"), 12, 1, 10)
 
 
 def test_a_folder_of_another_number_of_digits_is_refused(tmp_path):
