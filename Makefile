@@ -39,7 +39,7 @@ slow: setup ## the tests that take longer
 
 finetune: setup ## install the requirements of fine-tuning, and run its tests
 	$(BIN)/python -m pip install --progress-bar on -r requirements-finetune.txt
-	$(BIN)/python -m pytest tests/routing/test_finetuning.py tests/test_finetune.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/routing/test_finetuning.py tests/test_finetune.py tests/data/test_rae.py $(PYTEST_ARGS)
 
 sweeps: setup ## install the requirements of launchers and sweepers, and run their tests
 	$(BIN)/python -m pip install --progress-bar on -r requirements-sweeps.txt
