@@ -19,7 +19,7 @@ from builders.rules import check_latents, check_rules
 from builders.schemas import Config, RoutingConfig, TrainConfig, check_train
 from data import LatentDataset, mask_coverage
 from diffusion import Guidance, Loss, Precond
-from models import Backbone, token_mask
+from models import Backbone, TextShape, token_mask
 from routing import Route, RoutePlan
 from runtime.command_line import one_line
 from runtime.config import compose_config
@@ -88,6 +88,8 @@ class Experiment:
         values |= {"alignment_node": optional.pop("alignment"), **optional}
         for part in ("precond", "loss"):
             values[f"{part}_node"] = as_node(nodes["diffusion"].get(part), f"diffusion.{part}")
+        if (text := written["data"].get("text")) is not None:
+            check_text_shape("data.text", text)
         routing, model = RoutingConfig(**written["routing"]), _model_node(nodes["model"])
         experiment = cls(written, train=train, routing=routing, model_node=model, **values)
         check_rules(experiment, num_processes)
@@ -130,6 +132,11 @@ class Experiment:
     @property
     def num_classes(self) -> int:
         return self.data_node.arguments["num_classes"]
+
+    @property
+    def takes_text(self) -> bool:
+        """True if the network takes captions instead of classes."""
+        return self.meta_net.text is not None
 
     @property
     def routes(self) -> tuple[Route, ...]:
@@ -256,8 +263,7 @@ class Experiment:
         @cache
         def check_variance() -> None:
             latents, t = torch.zeros(1, *net.latent_shape, device="meta"), torch.tensor(precond.path.t_max)
-            labels = torch.zeros(1, dtype=torch.long, device="meta") if net.num_classes else None
-            precond.learned_variance(precond.predict(latents, t, labels), latents)
+            precond.learned_variance(precond.predict(latents, t, net.null_labels(1)), latents)
 
         def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
             if with_variance:
@@ -274,6 +280,13 @@ def check_routes(key: str, given: Any) -> list[dict[str, Any]]:
     return [check_arguments(f"{key}.{i}", Route, fields) for i, fields in enumerate(given)]
 
 
+def check_text_shape(key: str, given: Any) -> TextShape:
+    """Check the names and types of the shape of captions."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{key}={given} must be the shape of captions, {{KEY: VALUE, ...}}, or null")
+    return TextShape(**check_arguments(key, TextShape, given))
+
+
 def as_node(group: Any, key: str) -> Node:
     """Return a group that is a node; raise a ValueError if it has no `_target_`."""
     if not isinstance(group, Node):
@@ -287,7 +300,10 @@ def _model_node(group: Any) -> Node:
         if part in node.arguments:
             as_node(node.arguments[part], f"model.{part}")
     routes = node.written["routes"] = check_routes("model.routes", node.written.get("routes", []))
-    return replace(node, arguments={**node.arguments, "routes": [Route(**fields) for fields in routes]})
+    arguments = {**node.arguments, "routes": [Route(**fields) for fields in routes]}
+    if (text := node.written.get("text")) is not None:
+        arguments["text"] = check_text_shape("model.text", text)
+    return replace(node, arguments=arguments)
 
 
 def _without_weights(path: str, checkpoint: str | None) -> Precond:

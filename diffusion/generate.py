@@ -44,7 +44,7 @@ def generate(
         precond: in eval mode, around a bare backbone.
         sampler: called as sampler(denoise, noise, path, randn_like=).
         seeds: one per sample; it fixes the initial noise, bitwise, and the noise that the sampler adds.
-        class_labels: (N,) int64; None for an unconditional network.
+        class_labels: (N,) int64, or captions; None for an unconditional network.
         bf16: evaluate the network under bf16 autocast.
         times: list to which the times of the evaluations are appended, see `count_evaluations`.
     """
@@ -90,7 +90,7 @@ def expected_times(precond: Precond, sampler: Callable[..., torch.Tensor]) -> li
 
 def count_evaluations(precond: Precond, guidance: Guidance, times: Iterable[torch.Tensor]) -> Evaluations:
     """Count the evaluations for one image at the times of a sampler."""
-    strong = Branch(precond, torch.zeros(1, dtype=torch.int64) if precond.net.num_classes else None)
+    strong = Branch(precond, precond.net.null_labels(1))
     branches = ({inputs_of(b): b for b in guidance.evaluated(strong, t)[1]}.values() for t in times)
     return Counter((branch.precond.net, branch.num_kept) for branch in chain.from_iterable(branches))
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
+from models.text import TextShape
 from routing import Route
 
 
@@ -27,13 +28,15 @@ class Backbone(nn.Module):
     """Base class of networks F_x. Shapes: N samples, C channels, T tokens of the image.
 
     forward(x, c_noise, class_labels, *, routing=None, generator=None) -> F_x (N, C or 2C, H, W), for
-    x (N, C, H, W), c_noise (N,) and class_labels (N,) int64 or None. With an inner head it returns two
-    predictions: F_x, and the one of the inner block.
+    x (N, C, H, W), c_noise (N,) and class_labels (N,) int64, captions (see `TextShape`) or None. With an
+    inner head it returns two predictions: F_x, and the one of the inner block.
 
     Args:
         latent_shape: (C, H, W) of the input.
-        num_classes: number of classes; label `num_classes` is the null class. 0: unconditional.
-        class_dropout_prob: probability of the null class in training; 0: the null class is not trained.
+        num_classes: number of classes; label `num_classes` is the null class. 0: no classes.
+        text: shape of the captions that the network takes instead of classes; None: classes.
+        class_dropout_prob: probability of the null class, or of the empty caption, in training; 0: it is not
+            trained.
         num_tokens: T.
         routes: routes in layer order; (): none.
         blocks: the blocks that routes count.
@@ -44,12 +47,20 @@ class Backbone(nn.Module):
 
     latent_shape: tuple[int, int, int]
     num_classes: int
+    text: TextShape | None = None
     class_dropout_prob: float
     num_tokens: int
     routes: tuple[Route, ...]
     blocks: Sequence[nn.Module]
     inner_head: int | None = None
     projected: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def null_labels(self, num_samples: int) -> torch.Tensor | None:
+        """Return labels (N,) of the null class, or empty captions; None for an unconditional network."""
+        device = next(self.parameters()).device
+        if self.text is not None:
+            return self.text.empty(num_samples, device)
+        return torch.full((num_samples,), self.num_classes, device=device) if self.num_classes else None
 
     @property
     def units(self) -> Sequence[nn.Module]:

@@ -14,9 +14,11 @@ from functools import partial
 import torch
 import torch.nn as nn
 from timm.layers import Mlp, SwiGLU, SwiGLUPacked
+from torch.nn.functional import pad
 
 from models.layers import GELU, Attention, linear_flops, modulate, rotary_table
 from models.mixers import ChannelMix, SpatialMix, StateSpace, column_ranks
+from models.text import TextAttention
 
 Mixer = Attention | StateSpace | SpatialMix
 
@@ -43,20 +45,35 @@ class DiTBlock(nn.Module):
         self.attn = self._mixer(hidden_size, num_heads, attention, num_tokens)
         self.mlp = self._mlp(hidden_size, mlp_ratio)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
+        self.cross: TextAttention | None = None  # attention to a caption, which the network adds
 
     def forward(
-        self, x: torch.Tensor, c: torch.Tensor, positions: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        c: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        text: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return x (N, L, D) after the block, for c (N, 1 or L, D) and positions (1 or N, L, ...)."""
+        """Return x (N, L, D) after the block, for c (N, 1 or L, D) and positions (1 or N, L, ...).
+
+        Args:
+            bias: (N, 1, 1, S), removes the padding of a caption from attention. None: there is no caption.
+            text: (N, S, D) tokens of the caption, for `cross`; None: they are the first S tokens of x.
+        """
         modulation = self.adaLN_modulation(c).chunk(6, dim=-1)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation
-        x = x + gate_msa * self.attn(modulate(self.norm1(x), shift_msa, scale_msa), positions)
+        of_prefix = () if bias is None or text is not None else (pad(bias, (0, x.shape[1] - bias.shape[3])),)
+        x = x + gate_msa * self.attn(modulate(self.norm1(x), shift_msa, scale_msa), positions, *of_prefix)
+        if self.cross is not None and text is not None and bias is not None:
+            x = x + self.cross(x, text, bias)
         return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
 
     def flops(self, length: int) -> int:
         """Return the FLOPs of the matrix products for one sample."""
         mlp = length * linear_flops(self.mlp)
-        return self.attn.flops(length) + mlp + linear_flops(self.adaLN_modulation)
+        cross = 0 if self.cross is None else self.cross.flops(length)
+        return self.attn.flops(length) + mlp + linear_flops(self.adaLN_modulation) + cross
 
     def _mixer(self, hidden_size: int, num_heads: int, attention: str, num_tokens: int) -> Mixer:
         return Attention(hidden_size, num_heads, attention)

@@ -5,12 +5,13 @@ purpose: in `eval()` mode the network routes only if it is given a `routing`, an
 row for the null class.
 
 Shapes: N samples, C channels, H = W = input_size, T tokens of the image, P prefix tokens, L = P + T, K tokens
-kept by a route, D channels of a token.
+kept by a route, D channels of a token, S tokens of a caption.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -19,8 +20,16 @@ from torch.utils.checkpoint import checkpoint
 
 from models.backbone import Backbone, Flops
 from models.blocks import DiTBlock, FinalLayer
-from models.layers import LabelEmbedder, TimestepEmbedder, drop_labels, linear_flops, sincos_position_table
+from models.layers import (
+    Attention,
+    LabelEmbedder,
+    TimestepEmbedder,
+    drop_labels,
+    linear_flops,
+    sincos_position_table,
+)
 from models.rejoin import Bypass
+from models.text import TextAttention, TextEmbedder, TextShape
 from models.wide_head import WideHead
 from routing import (
     Route,
@@ -46,7 +55,12 @@ class DiT(Backbone):
     Args:
         input_size: height and width of the latent.
         num_classes: number of classes; 0: an unconditional network.
-        class_dropout_prob: probability that training replaces a label by the null class.
+        class_dropout_prob: probability that training replaces a label by the null class, or a caption by
+            the empty one.
+        conditioning: `class`: the embedding of the class is added to the noise level's, which modulates the
+            blocks. `prefix`: the tokens of a caption come before the image's and never bypass. `cross`: image
+            tokens attend to them in each block.
+        text: shape of the captions, for `prefix` and `cross`.
         learn_sigma: output 2C channels, as public DiT and SiT checkpoints do.
         init: `adaln_zero`: every block starts as the identity and the output at zero [DiT]; `xavier`: the
             initialisation of the public TREAD code, which overwrites these zeros.
@@ -84,6 +98,8 @@ class DiT(Backbone):
         mlp_ratio: float = 4.0,
         num_classes: int = 1000,
         class_dropout_prob: float = 0.1,
+        conditioning: str = "class",
+        text: TextShape | None = None,
         learn_sigma: bool = False,
         init: str = "adaln_zero",
         block: type[DiTBlock] = DiTBlock,
@@ -118,8 +134,18 @@ class DiT(Backbone):
         check_choice("model.init", init, ("adaln_zero", "xavier"))
         check_choice("model.attention", attention, ("auto", "sdpa", "explicit"))
         check_choice("model.window", window, ("bypass", "context", "separate"))
+        check_choice("model.conditioning", conditioning, ("class", "prefix", "cross"))
+        if conditioning != "class" and text is None:
+            raise ValueError(f"model/conditioning={conditioning} needs data with captions (data/README.md)")
+        text = None if conditioning == "class" else text
+        text_embedder = None if text is None else TextEmbedder(text, hidden_size)
+        num_text_tokens = 0 if text_embedder is None else text_embedder.num_tokens
+        if conditioning == "prefix":
+            num_prefix_tokens += num_text_tokens
         if num_prefix_tokens and (window == "separate" or not block.allows_prefix):
-            rule = "0 with model.window=separate, and with model/block=self_logit"
+            rule = (
+                "0, and model/conditioning not prefix, with model.window=separate or model/block=self_logit"
+            )
             raise ValueError(f"model.num_prefix_tokens={num_prefix_tokens} must be {rule}")
         if window == "separate" and rejoin is not Bypass:
             raise ValueError("model.window=separate must have model/rejoin=bypass")
@@ -136,7 +162,7 @@ class DiT(Backbone):
         self.inner_head, self.projector_block, self.projector = inner_head, None, None
         self.patch_size, self.in_channels = patch_size, in_channels
         self.latent_shape = (in_channels, input_size, input_size)
-        self.num_classes, self.class_dropout_prob = num_classes, class_dropout_prob
+        self.num_classes, self.text, self.class_dropout_prob = num_classes, text, class_dropout_prob
         self.num_prefix_tokens = num_prefix_tokens
         self.routes, self.router, self.window = resolve_routes(routes, depth), router, window
         self.fp32_after_route, self.gradient_checkpointing = fp32_after_route, gradient_checkpointing
@@ -152,9 +178,11 @@ class DiT(Backbone):
                     f"selection_ratio={ratio} lets none of {self.num_tokens} tokens bypass: raise it"
                 )
         self.t_embedder = TimestepEmbedder(hidden_size)
-        self.y_embedder = LabelEmbedder(num_classes, hidden_size) if num_classes else None
-        prefix = torch.empty(1, num_prefix_tokens, hidden_size)
-        self.prefix = nn.Parameter(prefix) if num_prefix_tokens else None
+        has_labels = num_classes and text is None
+        self.y_embedder = LabelEmbedder(num_classes, hidden_size) if has_labels else None
+        self.text_embedder, self.text_is_prefix = text_embedder, conditioning == "prefix"
+        num_learned = num_prefix_tokens - (num_text_tokens if self.text_is_prefix else 0)
+        self.prefix = nn.Parameter(torch.empty(1, num_learned, hidden_size)) if num_learned else None
         pos_embed = positions = None
         if block.has_position_table:
             pos_embed = nn.Buffer(sincos_position_table(hidden_size, self.grid_size)[None])  # (1, T, D)
@@ -165,6 +193,11 @@ class DiT(Backbone):
         self.blocks: Sequence[DiTBlock] = nn.ModuleList(  # pyright: ignore (torch cannot type its items)
             block(hidden_size, num_heads, mlp_ratio, attention, self.num_tokens) for _ in range(depth)
         )
+        if conditioning == "prefix" and not isinstance(self.blocks[0].attn, Attention):
+            raise ValueError("model/conditioning=prefix needs a block with attention, which can mask padding")
+        if conditioning == "cross":
+            for each in self.blocks:
+                each.cross = TextAttention(hidden_size, num_heads, attention, num_text_tokens)
         added = torch.zeros(1, num_prefix_tokens + self.num_tokens, hidden_size)  # (1, L, D)
         if pos_embed is not None:
             added[:, num_prefix_tokens:] = pos_embed
@@ -195,6 +228,9 @@ class DiT(Backbone):
             nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
         if self.prefix is not None:
             nn.init.normal_(self.prefix, std=0.02)
+        for block in self.blocks:
+            if block.cross is not None:
+                nn.init.zeros_(block.cross.proj.weight)
         nn.init.normal_(self.t_embedder.mlp.get_parameter("0.weight"), std=0.02)
         nn.init.normal_(self.t_embedder.mlp.get_parameter("2.weight"), std=0.02)
         if zero:
@@ -232,8 +268,8 @@ class DiT(Backbone):
         Args:
             x: (N, C, H, W) scaled noisy latents.
             c_noise: noise conditioning, (N,), or (N, L) if it differs from token to token.
-            class_labels: (N,) int64 in [0, num_classes], where num_classes is the null class; None if and
-                only if the network is unconditional.
+            class_labels: (N,) int64 in [0, num_classes], where num_classes is the null class, or captions,
+                see `TextShape`; None if and only if the network is unconditional.
             routing: None: each route's `selection_ratio` in `train()` mode, dense in `eval()` mode.
             generator: used for class dropout, then for each route's tokens and the draws of its rejoin.
         """
@@ -242,12 +278,16 @@ class DiT(Backbone):
         starts = {route.start_layer_idx: i for i, route in enumerate(self.routes)}
         P = self.num_prefix_tokens
 
-        latents, x = x, self._embed(x)  # (N, L, D)
+        labels = self._labels(class_labels, generator)
+        text = () if self.text_embedder is None else self.text_embedder(labels)  # (N, S, D), (N, 1, 1, S)
+        latents, x = x, self._embed(x, *text[:1])  # (N, L, D)
         t = self.t_embedder(c_noise)  # (N, D) or (N, L, D)
         t = t.unsqueeze(1) if t.dim() == 2 else t  # (N, 1 or L, D)
-        c = self._condition(t, class_labels, generator)  # (N, 1 or L, D)
+        c = t if self.y_embedder is None else t + self.y_embedder(labels).unsqueeze(1)  # (N, 1 or L, D)
         table = self.positions  # (1, L, ...) or None
-        arguments = dense_arguments = (c, table)  # what a block takes besides x
+        caption = (*text[1:], *(() if self.text_is_prefix else text[:1]))
+        dense_arguments = (c, table, *caption)  # what a block takes besides x
+        arguments: tuple[Any, ...] = dense_arguments
         i, end_idx, ids_keep, original, skipping, after_route = 0, None, None, x, False, False
         other = None  # the second sequence of window=separate, and its positions
         inner, self.projected = None, None
@@ -264,11 +304,12 @@ class DiT(Backbone):
                         other = start_route(x, ids_other), ids_other
                     if self.window != "context":
                         x = start_route(x, ids_keep)  # (N, P + K, D)
-                        arguments = self._at(ids_keep, c)
+                        arguments = (*self._at(ids_keep, c), *caption)
             if not skipping:
                 x = self._run(block, x, *arguments, fp32=after_route and self.fp32_after_route)
                 if other is not None:
-                    other = self._run(block, other[0], *self._at(other[1], c), fp32=False), other[1]
+                    beside = (*self._at(other[1], c), *caption)
+                    other = self._run(block, other[0], *beside, fp32=False), other[1]
             after_route = False
             if idx in (self.inner_head, self.projector_block):
                 tokens = self._whole(x, ids_keep, original, other)[:, P:]  # (N, T, D)
@@ -310,7 +351,8 @@ class DiT(Backbone):
         of_head = 0 if self.head is None else self.head.block_flops(T)
         if self.head is not None:
             last += T * self.head.embedding_flops + of_head
-        forward = first + linear_flops(self.t_embedder.mlp[2]) + sum(blocks) + rejoins + last
+        text = 0 if self.text_embedder is None else self.text_embedder.flops()
+        forward = first + text + linear_flops(self.t_embedder.mlp[2]) + sum(blocks) + rejoins + last
         # Backward: gradients of weights and inputs cost a forward each; the first layers need the former.
         recomputed = sum(blocks) + of_head if self.gradient_checkpointing else 0
         training = 3 * forward - first + recomputed
@@ -347,7 +389,7 @@ class DiT(Backbone):
         kept = torch.zeros(len(tokens), P + T, device=tokens.device)
         return (kept if ids_keep is None else kept.scatter(1, ids_keep, 1.0))[:, P:].bool()
 
-    def _embed(self, x: torch.Tensor) -> torch.Tensor:
+    def _embed(self, x: torch.Tensor, text: torch.Tensor | None = None) -> torch.Tensor:
         # fp32: autocast must not make the residual stream bf16. Contiguous: the patches are a transposed view
         # that would slow down every dense block.
         x = self.x_embedder(x).to(self.x_embedder.proj.weight.dtype).contiguous()
@@ -355,26 +397,33 @@ class DiT(Backbone):
             x = x + self.pos_embed  # (N, T, D)
         if self.prefix is not None:
             x = torch.cat([self.prefix.expand(x.shape[0], -1, -1), x], dim=1)  # (N, L, D)
+        if text is not None and self.text_is_prefix:
+            x = torch.cat([text, x], dim=1)  # (N, L, D)
         return x
 
-    def _condition(
-        self, t: torch.Tensor, class_labels: torch.Tensor | None, generator: torch.Generator | None
-    ) -> torch.Tensor:
-        if (class_labels is None) != (self.y_embedder is None):
-            rule = "None" if self.y_embedder is None else "given"
+    def _labels(self, labels: torch.Tensor | None, generator: torch.Generator | None) -> torch.Tensor | None:
+        """Check the labels, and replace some by the null class, or the empty caption, in `train()` mode."""
+        is_unconditional = self.y_embedder is None and self.text is None
+        if (labels is None) != is_unconditional:
+            rule = "None" if is_unconditional else "given"
             raise ValueError(f"class_labels must be {rule} for model.num_classes={self.num_classes}")
-        if self.y_embedder is None or class_labels is None:
-            return t
-        if self.training and self.class_dropout_prob > 0:
-            class_labels = drop_labels(class_labels, self.num_classes, self.class_dropout_prob, generator)
-        return t + self.y_embedder(class_labels).unsqueeze(1)  # (N, 1 or L, D)
+        if labels is None or not self.training or not self.class_dropout_prob:
+            return labels
+        null_label = self.num_classes if self.text is None else 0
+        return drop_labels(labels, null_label, self.class_dropout_prob, generator)
 
     def _run(
-        self, block: nn.Module, x: torch.Tensor, c: torch.Tensor, positions: torch.Tensor | None, fp32: bool
+        self,
+        block: nn.Module,
+        x: torch.Tensor,
+        c: torch.Tensor,
+        positions: torch.Tensor | None,
+        *caption: torch.Tensor,
+        fp32: bool,
     ) -> torch.Tensor:
         # PARITY: the public TREAD code turns autocast off in the block after each route and gives no reason.
         with torch.autocast(x.device.type, enabled=False) if fp32 else nullcontext():
-            arguments = (x.float(), c.float(), positions) if fp32 else (x, c, positions)
+            arguments = (*((x.float(), c.float()) if fp32 else (x, c)), positions, *caption)
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 # Blocks draw no random numbers: the kept tokens are already selected.
                 return checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)

@@ -34,7 +34,7 @@ def attention(
     backend: str = "auto",
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return softmax(q k^T / sqrt(d) + bias) v for q, k, v (N, H, L, d) and bias (L, L), see `Attention`."""
+    """Return softmax(q k^T / sqrt(d) + bias) v for q, k, v (N, H, L, d); the bias broadcasts."""
     if resolve_attention(backend, v.device.type, v.dtype) == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, bias)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (N, H, L, L)
@@ -77,8 +77,15 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(hidden_size // num_heads, eps=1e-6) if qk_norm else None
         self.proj = nn.Linear(hidden_size, hidden_size)
 
-    def forward(self, x: torch.Tensor, rope: torch.Tensor | None = None) -> torch.Tensor:
-        """Attend over x (N, L, D); rope (1 or N, L, 2d): sines and cosines of each token's position."""
+    def forward(
+        self, x: torch.Tensor, rope: torch.Tensor | None = None, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attend over x (N, L, D).
+
+        Args:
+            rope: (1 or N, L, 2d) sines and cosines of each token's position.
+            bias: (N, 1, 1, L), added to the logits of each key.
+        """
         N, L, D = x.shape
         qkv = self.qkv(x).reshape(N, L, 3, self.num_heads, D // self.num_heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (N, H, L, d) each
@@ -86,7 +93,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q.float()), self.k_norm(k.float())
         if rope is not None:
             q, k = (apply_rot_embed_cat(z, rope.unsqueeze(1)) for z in (q, k))
-        x = attention(q.to(v.dtype), k.to(v.dtype), v, self.backend, self._bias(L, v))  # (N, H, L, d)
+        bias = self._bias(L, v) if bias is None else bias.to(v.dtype)
+        x = attention(q.to(v.dtype), k.to(v.dtype), v, self.backend, bias)  # (N, H, L, d)
         return self.proj(x.transpose(1, 2).reshape(N, L, D))
 
     def _bias(self, length: int, like: torch.Tensor) -> torch.Tensor | None:
@@ -130,11 +138,11 @@ class LabelEmbedder(nn.Module):
 
 
 def drop_labels(
-    class_labels: torch.Tensor, null_class: int, prob: float, generator: torch.Generator | None
+    labels: torch.Tensor, null_label: int, prob: float, generator: torch.Generator | None
 ) -> torch.Tensor:
-    """Replace each label by the null class with probability `prob`. [CFG]"""
-    drop = torch.rand(class_labels.shape, generator=generator, device=class_labels.device) < prob
-    return torch.where(drop, null_class, class_labels)
+    """Replace each label (N,), or caption (N, M, ...), by the null label with probability `prob`. [CFG]"""
+    drop = torch.rand(len(labels), generator=generator, device=labels.device) < prob
+    return torch.where(drop.view(-1, *[1] * (labels.dim() - 1)), null_label, labels)
 
 
 def sincos_position_table(hidden_size: int, grid_size: int) -> torch.Tensor:

@@ -91,9 +91,8 @@ def micro_loss(
 ) -> torch.Tensor:
     """Return the losses (N,) of a micro-batch of zeros."""
     x = torch.zeros(num_samples, *net.latent_shape, device=device)
-    labels = torch.zeros(num_samples, dtype=torch.int64, device=device) if net.num_classes else None
     generator = torch.Generator(device).manual_seed(0)
-    return loss(precond, x, labels, generator=generator, routing=routing)
+    return loss(precond, x, net.null_labels(num_samples), generator=generator, routing=routing)
 
 
 def most_graphs(num_lengths: int) -> int:

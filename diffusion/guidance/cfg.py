@@ -45,15 +45,15 @@ class CFG(Guidance):
 
 
 def on_null_class(branch: Branch) -> Branch:
-    """Replace a branch's class labels, if any, by the null class."""
+    """Replace a branch's class labels or captions, if any, by the null class or the empty caption."""
     if branch.class_labels is None:
         return branch
-    return replace(branch, class_labels=torch.full_like(branch.class_labels, branch.precond.net.num_classes))
+    return replace(branch, class_labels=branch.precond.net.null_labels(len(branch.class_labels)))
 
 
 def check_null_class(net: Any, rule: str) -> None:
     """Raise a ValueError unless the network has a trained null class; `rule` starts the message."""
-    if not net.num_classes:
+    if net.null_labels(1) is None:
         raise ValueError(f"{rule} for an unconditional network")
     if not net.class_dropout_prob:
         raise ValueError(f"{rule} for a network whose null class was not trained (class_dropout_prob=0)")

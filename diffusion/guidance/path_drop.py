@@ -18,7 +18,7 @@ class PathDropGuidance(Guidance):
     def check(self, precond: Precond) -> None:
         if not precond.net.routes:
             raise ValueError("guidance=path_drop needs a network with routes (model=sprint)")
-        if precond.net.num_classes and self.guidance_scale != 1:
+        if precond.net.null_labels(1) is not None and self.guidance_scale != 1:
             check_null_class(precond.net, "guidance=path_drop is not supported")
 
     def weak(self, strong: Branch) -> Branch:

@@ -1,0 +1,197 @@
+"""Networks with captions against a transcription that leaves padding out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffusion import EDMPrecond
+from diffusion.guidance import CFG, Branch
+from models import TextShape
+from routing import Route, Routing
+from tests.networks import small_batch, small_dit
+
+IDS, EMBEDDINGS = TextShape(5, vocab_size=9), TextShape(5, num_features=12)
+LENGTHS = (3, 0, 5, 1)  # tokens of each caption
+S, K, ROUTE = 6, 8, Route(0.5, 2, 4)
+BOTH = pytest.mark.parametrize("conditioning", ["prefix", "cross"])
+
+
+def text_net(conditioning, text=IDS, routes=(ROUTE,), **arguments):
+    net = small_dit(routes, num_classes=0, conditioning=conditioning, text=text, **arguments)
+    return net.eval()
+
+
+def captions(text=IDS, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (4, text.num_tokens) + (() if text.num_features is None else (text.num_features,))
+    if text.num_features is None:
+        rows = torch.randint(1, text.vocab_size + 1, shape, generator=generator)
+    else:
+        rows = torch.randn(shape, generator=generator)
+    for row, length in zip(rows, LENGTHS, strict=True):
+        row[length:] = 0
+    return rows
+
+
+def transcribed(net, x, c_noise, text):
+    """F_x of one sample, with the tokens of its caption alone, in the words of the equations."""
+    embedder, length = net.text_embedder, int((text != 0).flatten(2).any(-1).sum() if text.dim() == 3 else 0)
+    length = length or int((text.flatten() != 0).sum()) if text.dim() == 2 else length
+    words = embedder.embed(text[:, :length]) + embedder.positions[:, :length]
+    words = torch.cat([embedder.first, words], dim=1)  # (1, 1 + length, D)
+    x = net.x_embedder(x) + net.pos_embed
+    c = net.t_embedder(c_noise)[:, None]
+    x = torch.cat([words, x], dim=1) if net.text_is_prefix else x
+    for block in net.blocks:
+        shift1, scale1, gate1, shift2, scale2, gate2 = block.adaLN_modulation(c).chunk(6, dim=-1)
+        x = x + gate1 * block.attn(block.norm1(x) * (1 + scale1) + shift1)
+        if not net.text_is_prefix:
+            x = x + of_torch(block.cross, x, words)
+        x = x + gate2 * block.mlp(block.norm2(x) * (1 + scale2) + shift2)
+    x = x[:, words.shape[1] :] if net.text_is_prefix else x
+    return net._unpatchify(net.final_layer(x, c))
+
+
+def of_torch(cross, x, words):
+    """The cross-attention by torch's own module."""
+    D = x.shape[-1]
+    query = F.layer_norm(x, (D,), eps=1e-6)
+    weight, bias = torch.cat([cross.q.weight, cross.kv.weight]), torch.cat([cross.q.bias, cross.kv.bias])
+    arguments = (query.transpose(0, 1), *[words.transpose(0, 1)] * 2, D, cross.num_heads, weight, bias)
+    output, _ = F.multi_head_attention_forward(
+        *arguments, None, None, False, 0.0, cross.proj.weight, cross.proj.bias, need_weights=False
+    )
+    return output.transpose(0, 1)
+
+
+@BOTH
+@pytest.mark.parametrize("text", [IDS, EMBEDDINGS], ids=["ids", "embeddings"])
+@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@torch.no_grad()
+def test_padding_has_no_effect(conditioning, text, attention):
+    net, (x, c_noise, _), rows = (
+        text_net(conditioning, text, attention=attention),
+        small_batch(),
+        captions(text),
+    )
+    F_x = net(x, c_noise, rows)
+    for i in range(4):
+        expected = transcribed(net, x[i : i + 1], c_noise[i : i + 1], rows[i : i + 1])
+        torch.testing.assert_close(F_x[i : i + 1], expected, rtol=1e-4, atol=1e-5)
+
+
+@BOTH
+@torch.no_grad()
+def test_captions_matter_and_each_sample_sees_its_own(conditioning):
+    net, (x, c_noise, _), rows = text_net(conditioning), small_batch(), captions()
+    F_x, other = net(x, c_noise, rows), rows.clone()
+    other[0, 0] = 1 + other[0, 0] % 9
+    changed = (net(x, c_noise, other) - F_x).abs().amax(dim=(1, 2, 3))
+    assert changed[0] > 1e-4 and not changed[1:].any()
+
+
+@BOTH
+def test_text_never_bypasses(conditioning):
+    net, (x, c_noise, _), inputs = text_net(conditioning), small_batch(), []
+    for block in net.blocks:
+        block.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments))
+    noise = [torch.rand(4, 16, generator=torch.Generator().manual_seed(0))]
+    net(x, c_noise, captions(), routing=Routing(0.5, noise=noise))
+    lengths = [arguments[0].shape[1] for arguments in inputs]
+    in_front = S if conditioning == "prefix" else 0
+    assert lengths == [in_front + (K if 2 <= i <= 4 else 16) for i in range(8)]
+    tokens, bias = net.text_embedder(captions())
+    assert torch.equal(inputs[0][0][:, :S], tokens) == (conditioning == "prefix")
+    for arguments in inputs:
+        given = arguments[3:]
+        assert torch.equal(given[0], bias) and (len(given) == 1 or torch.equal(given[1], tokens))
+
+
+@BOTH
+def test_captions_are_dropped_for_guidance(conditioning):
+    net, (x, c_noise, _), rows = (
+        text_net(conditioning, routes=(), class_dropout_prob=0.5),
+        small_batch(),
+        captions(),
+    )
+    empty = net.null_labels(4)
+    assert empty.shape == rows.shape and empty.dtype == rows.dtype and not empty.any()
+    net.train()
+    kept = torch.rand(4, generator=torch.Generator().manual_seed(0)) >= 0.5
+    assert kept.any() and not kept.all()
+    F_x = net(x, c_noise, rows, generator=torch.Generator().manual_seed(0))
+    expected = net.eval()(x, c_noise, torch.where(kept[:, None], rows, empty))
+    torch.testing.assert_close(F_x, expected)
+
+
+@BOTH
+@torch.no_grad()
+def test_guidance_leads_away_from_the_empty_caption(conditioning):
+    net, (x, _, _), rows, t = text_net(conditioning), small_batch(), captions(), torch.tensor(0.7)
+    precond = EDMPrecond(net)
+    strong, weak = precond(x, t, rows), precond(x, t, torch.zeros_like(rows))
+    guided = CFG(guidance_scale=2.5)(Branch(precond, rows))(x, t)
+    torch.testing.assert_close(guided, weak + 2.5 * (strong - weak), rtol=1e-4, atol=1e-5)
+    assert (strong - weak).abs().max() > 1e-4
+
+
+@BOTH
+@pytest.mark.parametrize("text", [IDS, EMBEDDINGS], ids=["ids", "embeddings"])
+def test_flops_are_those_that_torch_counts(conditioning, text):
+    net, (x, c_noise, _) = text_net(conditioning, text).train(), small_batch(2)
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    for ratio, kept in ((0.0, 16), (0.5, K)):
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            net(x, c_noise, captions(text)[:2], routing=Routing(ratio)).sum().backward()
+        assert counter.get_total_flops() == 2 * net.flops([kept]).training
+
+
+def test_cross_attention_starts_as_zero_and_learns():
+    from models import DiT
+
+    torch.manual_seed(0)
+    net = DiT(8, 2, 3, 32, 2, 4, num_classes=0, conditioning="cross", text=IDS)
+    assert not any(block.cross.proj.weight.any() for block in net.blocks)
+    with torch.no_grad():
+        net.final_layer.linear.weight.normal_(std=0.1)
+        for block in net.blocks:
+            block.adaLN_modulation[1].weight.normal_(std=0.1)
+    x, c_noise, _ = small_batch()
+    net(x, c_noise, captions()).square().sum().backward()
+    assert all(block.cross.proj.weight.grad.any() for block in net.blocks)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"conditioning": "prefix", "text": None}, "model/conditioning=prefix needs data with captions"),
+        ({"conditioning": "prefix", "block": "mamba"}, "needs a block with attention"),
+        ({"conditioning": "prefix", "block": "self_logit"}, "model/conditioning not prefix"),
+        (
+            {"conditioning": "prefix", "window": "separate", "routes": (ROUTE,)},
+            "model/conditioning not prefix",
+        ),
+        ({"conditioning": "token"}, "model.conditioning=token must be one of class, prefix, cross"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        small_dit(**{"text": IDS, "num_classes": 0, **change})
+
+
+def test_a_shape_is_of_ids_or_of_embeddings():
+    for sizes in ({}, {"vocab_size": 3, "num_features": 3}):
+        with pytest.raises(ValueError, match="either vocab_size or num_features"):
+            TextShape(4, **sizes)
+    with pytest.raises(ValueError, match=r"model.text.num_tokens=0 must be"):
+        TextShape(0, vocab_size=3)
+
+
+@pytest.mark.parametrize("block", ["mamba", "rwkv", "modern", "self_logit"])
+@torch.no_grad()
+def test_cross_attention_works_in_every_block(block):
+    net, (x, c_noise, _), rows = text_net("cross", block=block), small_batch(), captions()
+    assert (net(x, c_noise, rows) - net(x, c_noise, torch.zeros_like(rows))).abs().max() > 1e-4
