@@ -3,16 +3,17 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-DEMO := runs/tread_tiny_digits_seed0
+TASK ?= digits
+DEMO = runs/tread_tiny_$(TASK)_seed0
 TWINS ?= runs/twins
 JOBS ?= 2  # parallel tests
 
 .PHONY: demo help setup test slow finetune sweeps browser slurm twins soak gpu lint clean
 
-demo: setup ## train on digits, draw samples and score them; ARGS="train.total_steps=200" for train.py
-	$(BIN)/python train.py model=tread run_name=$(notdir $(DEMO)) $(ARGS)
+demo: setup ## train on digits, draw samples and score them; TASK=scenes: captions; ARGS="train.total_steps=200"
+	$(BIN)/python train.py model=tread data=$(TASK) run_name=$(notdir $(DEMO)) $(ARGS)
 	$(BIN)/python sample.py run=$(DEMO) num_samples=500 out=$(DEMO)/samples/demo.npz overwrite=true
-	$(BIN)/python fid.py suite=digits samples=$(DEMO)/samples/demo.npz reference=latents/digits overwrite=true
+	$(BIN)/python fid.py suite=$(TASK) samples=$(DEMO)/samples/demo.npz reference=latents/$(TASK) overwrite=true
 	@echo "The picture is $(DEMO)/samples/demo.png, the scores are $(DEMO)/samples/demo.scores.json, the run is $(DEMO)."
 
 help: ## list the targets
@@ -39,7 +40,7 @@ slow: setup ## the tests that take longer
 
 finetune: setup ## install the requirements of fine-tuning, and run its tests
 	$(BIN)/python -m pip install --progress-bar on -r requirements-finetune.txt
-	$(BIN)/python -m pytest tests/routing/test_finetuning.py tests/test_finetune.py tests/data/test_rae.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/routing/test_finetuning.py tests/test_finetune.py tests/data/test_rae.py tests/data/test_captions.py $(PYTEST_ARGS)
 
 sweeps: setup ## install the requirements of launchers and sweepers, and run their tests
 	$(BIN)/python -m pip install --progress-bar on -r requirements-sweeps.txt

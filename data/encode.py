@@ -27,10 +27,11 @@ import torch
 from joblib import cpu_count
 from tqdm import tqdm
 
+from data.captions import BESIDE, SUFFIXES, Captions
 from data.encoders import Encoder, load_encoder
 from data.features import PatchEncoder
 from data.images import IMAGE_ERRORS, ORIENTATION, open_picture, to_pixels
-from data.latents import open_latents
+from data.latents import open_latents, split
 from data.listing import ImageList, list_images
 from data.manifest import (
     FILES,
@@ -75,21 +76,32 @@ class EncodeConfig:
     )
     features: str | None = None  # dinov2_b: also store features of the patches, for alignment=repa
     features_weights: str | None = None  # safetensors file of this encoder
+    captions: str | None = None  # beside: files next to the images; or annotations of COCO
+    text_encoder: str = (
+        "words"  # their words as ids; or a language model of transformers: a folder, OWNER/NAME
+    )
+    max_text_tokens: int = 77  # of a language model
 
 
 @command("encode", EncodeConfig, __doc__)
 def main(request: EncodeConfig) -> None:
     """Check the request, encode the missing parts, and join all parts."""
     check_request(request)
-    for key, path in (("source", request.source), ("masks", request.masks)):
-        if path is not None and not Path(path).exists():
+    given = {"source": request.source, "masks": request.masks, "captions": request.captions}
+    for key, path in given.items():
+        if path not in (None, BESIDE) and not Path(path).exists():
             raise FileNotFoundError(f"{key}={path} not found")
     launch = start_process(timeout=PATIENCE, tf32=False)  # latents are made once for all runs
     featurize = None
     if request.features is not None:
         featurize = PatchEncoder(request.features, str(request.features_weights), launch.device)
     encoder = load_encoder(request.encoder, launch.device, request.mixed_precision == "bf16")
-    job = plan_job(request, encoder, featurize)
+    images = list_images(request.source)
+    captions = None
+    if request.captions is not None:
+        options = request.text_encoder, request.max_text_tokens, launch.device
+        captions = Captions(request.captions, request.source, images.names, *options)
+    job = plan_job(request, images, encoder, featurize, captions)
     lock = lock_of(Path(request.out))
     try:
         launch.broadcast_from_main(partial(start_job, job, lock, launch))
@@ -110,6 +122,9 @@ def check_request(request: EncodeConfig) -> None:
         raise ValueError(f"conditioning_type={request.conditioning_type} needs masks=FOLDER")
     check_choice("mixed_precision", request.mixed_precision, ("no", "bf16"))
     check_choice("normalise", request.normalise, ("encoder", "channels"))
+    if request.captions is None and request.text_encoder != EncodeConfig.text_encoder:
+        raise ValueError(f"text_encoder={request.text_encoder} needs captions=beside or FILE")
+    check_positive("max_text_tokens", request.max_text_tokens)
     if (request.features is None) != (request.features_weights is None):
         raise ValueError("features and features_weights must be given together")
 
@@ -123,14 +138,20 @@ class Job:
     masks: MaskFiles | None
     manifest: LatentManifest  # as if no image were corrupt
     parts: PartCache  # the arrays of `encode_part`
+    captions: Captions | None
 
     def positions(self, part: int) -> range:
         return range(part * PART_IMAGES, min((part + 1) * PART_IMAGES, len(self.images.names)))
 
 
-def plan_job(request: EncodeConfig, encoder: Encoder, featurize: PatchEncoder | None = None) -> Job:
-    """List the images of the source and describe the latent folder."""
-    images = list_images(request.source)
+def plan_job(
+    request: EncodeConfig,
+    images: ImageList,
+    encoder: Encoder,
+    featurize: PatchEncoder | None = None,
+    captions: Captions | None = None,
+) -> Job:
+    """Describe the latent folder of images."""
     masks = MaskFiles(request.masks, images.names) if request.masks else None
     resolution, count, num_held_out = request.resolution, len(images.names), request.num_held_out
     if resolution % encoder.factor:
@@ -159,8 +180,10 @@ def plan_job(request: EncodeConfig, encoder: Encoder, featurize: PatchEncoder | 
         num_held_out=min(MAX_HELD_OUT, -(-count // 100), count - 1) if num_held_out is None else num_held_out,
         conditioning_type=request.conditioning_type if masks else None,
         features=features,
+        text=captions and captions.describe(range(count)),
     )
     listed = "\n".join([*images.names, *map(str, [] if images.labels is None else images.labels)])
+    listed += "" if captions is None else "\n".join(chain(*captions.texts))
     digest = hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
     key = {
         "resolution": resolution,
@@ -171,13 +194,14 @@ def plan_job(request: EncodeConfig, encoder: Encoder, featurize: PatchEncoder | 
         "images_per_part": PART_IMAGES,
         "conditioning_type": manifest.conditioning_type,
         "features": features,
+        "text": captions and captions.encoder.describe(),
         "encoder": encoder.name,
         "encoder_hash": encoder.weights_hash,
         "list_of_images": f"{count} images, {digest[:16]}",
         "orientation": ORIENTATION,  # of images and masks
     }
     parts = PartCache(Path(f"{Path(request.out)}.partial"), key, count, PART_IMAGES)
-    return Job(request, images, masks, manifest, parts)
+    return Job(request, images, masks, manifest, parts, captions)
 
 
 def start_job(job: Job, lock: Lock, launch: Launch) -> None:
@@ -187,9 +211,10 @@ def start_job(job: Job, lock: Lock, launch: Launch) -> None:
     launch.print(f"classes: {first_classes(job.manifest)}")
     for warning in class_warnings(job.manifest):
         launch.print(f"warning: {warning}")
-    if images.ignored:
-        names = ", ".join(images.ignored[:CORRUPT_SHOWN])
-        launch.print(f"{len(images.ignored)} files are not images and are ignored: {names}")
+    read = SUFFIXES if job.request.captions == BESIDE else ()
+    if ignored := [name for name in images.ignored if not name.endswith(read)]:
+        names = ", ".join(ignored[:CORRUPT_SHOWN])
+        launch.print(f"{len(ignored)} files are not images and are ignored: {names}")
     lock.acquire()
     check_out(out)
     missing = len(job.parts.missing())
@@ -235,12 +260,17 @@ def encode_part(
     shape = len(readable), *manifest.stored_shape[1:]
     arrays = {"positions": np.array([position for position, _, _ in readable], dtype=np.int64)}
     arrays["errors"] = np.array(errors, dtype=str)
+    if job.captions is not None and readable:
+        arrays["text"] = job.captions(arrays["positions"].tolist())
     if job.masks:
         masks = np.array([mask for _, _, mask in readable], dtype=np.uint8)
         arrays["masks"] = masks.reshape(-1, *manifest.shape[1:])
     feature_shape = (*shape[: -len(manifest.shape)], *(manifest.features or {"shape": ()})["shape"])
     if not readable:
         empty = {"features": np.empty(feature_shape, np.float16)} if featurize else {}
+        if "text" in (stored := manifest.arrays()):
+            dtype, text_shape = stored["text"]
+            empty["text"] = np.empty((0, *text_shape[1:]), dtype)
         return {**arrays, **empty, "latents": np.empty(shape, np.float16)}
     stacked = np.stack([image for _, image, _ in readable])
     pixels = torch.from_numpy(stacked).permute(0, 3, 1, 2)  # (n, 3, H, W)
@@ -286,13 +316,19 @@ def finish(job: Job, launch: Launch) -> None:
     }
     num_held_out = min(job.manifest.num_held_out, count - 1)
     manifest = replace(job.manifest, count=count, origin=origin, num_held_out=num_held_out)
+    if job.captions is not None:
+        numbers = range(job.parts.num_parts)
+        positions = np.concatenate([job.parts.read(i, "positions")["positions"] for i in numbers])
+        held_out = np.sort(split(count, num_held_out)[0]) if num_held_out else np.arange(count)
+        manifest = replace(manifest, text=job.captions.describe(positions[held_out].tolist()))
     joined = job.parts.path / "joined"
     shutil.rmtree(joined, ignore_errors=True)  # of a killed process
     with LatentWriter(joined, manifest) as writer:
         for number in tqdm(range(job.parts.num_parts), desc="join", unit="part"):
             part = job.parts.read(number)
             labels = None if job.images.labels is None else job.images.labels[part["positions"]]
-            writer.append(part["latents"], labels, part.get("masks"), part.get("features"))
+            others = {key: part.get(key) for key in ("masks", "features", "text")}
+            writer.append(part["latents"], labels, **others)
     if job.request.normalise == "channels":
         normalise_channels(joined)
     joined.rename(out)

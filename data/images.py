@@ -13,6 +13,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageOps
 
+from data.tars import index_tars, read_at
 from runtime.arrays import ZIP_ERRORS, check_size, member_size, read_header
 from runtime.files import files_in
 from runtime.parts import Part
@@ -32,9 +33,10 @@ ORIENTATION = "turned as the EXIF orientation says, where it can be read"
 
 
 class Files:
-    """The files of a folder and its subfolders, or of a zip, sorted by name, without hidden files.
+    """The files of a folder and its subfolders, of a zip, or of tars, sorted by name, without hidden files.
 
-    A backslash in the names of a zip, as Windows tools write it, counts as a slash.
+    A backslash in the names of a zip, as Windows tools write it, counts as a slash. A folder with tars at its
+    top is a WebDataset: its files are those in the tars, see `index_tars`.
 
     Args:
         key: prefix of the path in error messages, such as `source=`.
@@ -42,13 +44,16 @@ class Files:
 
     def __init__(self, path: Path, key: str = ""):
         self.path = path
+        tars = sorted(path.glob("*.tar")) if path.is_dir() else [path] if path.suffix == ".tar" else []
+        self._in_tars = index_tars(tars)
         try:
-            self._archive = None if path.is_dir() else zipfile.ZipFile(path)
+            self._archive = None if path.is_dir() or tars else zipfile.ZipFile(path)
             stored = self._archive.namelist() if self._archive else []
-            names = [*map(normalized_name, stored)] if self._archive else files_in(path)
+            in_folder = iter(self._in_tars) if tars else files_in(path)
+            names = [*map(normalized_name, stored)] if self._archive else in_folder
             self._visible = sorted(name for name in names if not _is_hidden(name))
         except ZIP_ERRORS as error:
-            raise ValueError(f"{key}{path} cannot be read as a folder or a zip: {error}") from error
+            raise ValueError(f"{key}{path} cannot be read as a folder, zip or tar: {error}") from error
         self._stored = dict(zip(names, stored, strict=True)) if self._archive else {}
         self.names = [name for name in self._visible if not name.endswith("/")]
         if outside := [name for name in names if name.startswith("../")]:
@@ -59,6 +64,8 @@ class Files:
         self.images = [name for name in self.names if name.lower().endswith(LOSSLESS + LOSSY)]
 
     def open(self, name: str) -> BinaryIO:
+        if name in self._in_tars:
+            return read_at(*self._in_tars[name])
         if self._archive is None:
             return (self.path / name).open("rb")
         self.size(name)
@@ -74,6 +81,8 @@ class Files:
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes. Raise a ValueError if a member of a zip is too large."""
+        if name in self._in_tars:
+            return self._in_tars[name][2]
         if self._archive is None:
             return (self.path / name).stat().st_size
         size = self._archive.getinfo(self._stored[name]).file_size

@@ -34,9 +34,10 @@ class LatentDataset:
         masks: np.ndarray | None = None,
         encoder: str | None = None,  # path; None: the manifest's
         features: np.ndarray | None = None,
+        text: np.ndarray | None = None,
     ):
         self.stored, self.labels, self.masks, self.encoder = stored, labels, masks, encoder
-        self.features = features
+        self.features, self.text = features, text
         self.held_out_ids, self.train_ids = map(np.sort, split(manifest.count, manifest.num_held_out))
         trained = None if labels is None else labels[self.train_ids]
         untrained = untrained_classes_of(trained, manifest.num_classes)
@@ -70,6 +71,24 @@ class LatentDataset:
         if self.manifest.hflip and flipped is None:
             flipped = np.zeros(len(ids), dtype=int)
         return torch.from_numpy(_read_in_order(self.features, ids, flipped))
+
+    def read_text(self, ids: np.ndarray, choice: np.ndarray | None = None) -> torch.Tensor:
+        """Read captions of entries `ids`, (N, M) int64 or (N, M, F), see `models.TextShape`.
+
+        Args:
+            choice: (N,), which caption of each entry; None: the first.
+        """
+        choice = np.zeros(len(ids), dtype=int) if choice is None else choice
+        text = torch.from_numpy(_read_in_order(self.text, ids, choice))
+        return text if text.is_floating_point() else text.long()
+
+    def captions(self, ids: np.ndarray) -> np.ndarray | None:
+        """Return the first caption of entries `ids` as text (N,); None without the words of captions."""
+        if self.text is None or "words" not in (text := self.manifest.text or {}):
+            return None
+        words = text["words"]
+        rows = self.read_text(ids).tolist()
+        return np.array([" ".join(words[i - 1] for i in row if i) for row in rows])
 
     def spread_ids(self, max_count: int) -> np.ndarray:
         """Choose at most `max_count` distinct entries, evenly spread over the data set."""
@@ -106,7 +125,8 @@ class LatentDataset:
         manifest = {**asdict(self.manifest), "origin": None}  # the fingerprint does not depend on the origin
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
         ids = self.spread_ids(NUM_FINGERPRINT_ENTRIES)
-        others = (None if array is None else array[ids] for array in (self.masks, self.features))
+        arrays = (self.masks, self.features, self.text)
+        others = (None if array is None else array[ids] for array in arrays)
         for array in (self.labels, self.stored[ids], *others):
             digest.update(b"" if array is None else array.tobytes())
         return {"fingerprint": digest.hexdigest(), "manifest": {**manifest, "checksums": None}}
@@ -124,18 +144,21 @@ def open_latents(
     in_channels: int | None = None,
     num_classes: int | None = None,
     encoder: str | None = None,
+    text: dict[str, int | None] | None = None,
 ) -> LatentDataset:
     """Open a latent folder, and check that it has the sizes that a run expects (None: any).
 
     Args:
         encoder: path of the encoder that decodes samples. None: the manifest's.
+        text: shape of the captions, see `models.TextShape`.
 
     Raises:
         FileNotFoundError: the folder has no manifest.
         ValueError: a file is missing or contradicts the manifest, or the run expects other sizes.
     """
     manifest, folder = read_manifest(path), Path(path)
-    manifest.check_sizes(path, input_size=input_size, in_channels=in_channels, num_classes=num_classes)
+    sizes = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
+    manifest.check_sizes(str(path), **sizes, text=text)
     arrays = {}
     for key, (dtype, shape) in manifest.arrays().items():
         file, array = folder / FILES[key], map_array(folder / FILES[key])
@@ -147,8 +170,8 @@ def open_latents(
     if labels is not None:
         labels = np.array(labels)
         check_labels(labels, manifest.num_classes, folder / FILES["labels"])
-    masks, features = arrays.get("masks"), arrays.get("features")
-    return LatentDataset(arrays["latents"], labels, manifest, masks, encoder, features)
+    others = {key: arrays.get(key) for key in ("masks", "features", "text")}
+    return LatentDataset(arrays["latents"], labels, manifest, encoder=encoder, **others)
 
 
 def check_labels(labels: np.ndarray, num_classes: int, file: Path, first: int = 0) -> None:

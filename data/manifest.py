@@ -24,7 +24,8 @@ MAX_BLOCK_BYTES = 2**40
 MAX_SCALE = 1e18
 FAR_STD = 1.8  # factor: data sets differ by less, and a missing or repeated scale changes much more
 FILES = {"manifest": "manifest.json", "latents": "latents.npy", "labels": "labels.npy", "masks": "masks.npy"}
-FILES["features"] = "features.npy"
+FILES |= {"features": "features.npy", "text": "text.npy"}
+MAX_TEXT_TOKENS, MAX_WORDS = 512, 32_767  # tokens of a caption; word ids are int16
 
 Numbers = float | tuple[float, ...]
 
@@ -55,6 +56,7 @@ class LatentManifest:
     num_held_out: int = 0  # number of entries that are never trained on
     conditioning_type: str | None = None  # `mask`: bytes weight the loss; `segmentation`: all but 0 weigh 1
     features: dict[str, Any] | None = None  # of the images' patches: `shape` (tokens, numbers) and encoder
+    text: dict[str, Any] | None = None  # of captions: their encoder and shape, and some as `prompts`
     origin: dict[str, Any] | None = None  # how the latents were made
     block_bytes: int = BLOCK_BYTES
     checksums: dict[str, list[str]] | None = None  # SHA-256 of each block of block_bytes, by file name
@@ -87,6 +89,8 @@ class LatentManifest:
         is_shape = isinstance(sizes, list | tuple) and len(sizes) == 2 and all(map(_is_count, sizes))
         is_shape = is_shape and math.prod(sizes) <= MAX_NUMBERS
         yield "features", is_shape, f"null, or have shape: [tokens, numbers], at most {MAX_NUMBERS} numbers"
+        rule = None if self.text is None else _text_rule(self.text)
+        yield "text", rule is None, f"null, or have {rule}"
         is_bounded = isinstance(self.num_classes, int) and 0 <= self.num_classes <= MAX_CLASSES
         yield "num_classes", is_bounded, f"in [0, {MAX_CLASSES}]"
         names, untrained, classes = self.class_names, self.untrained_classes, range(self.num_classes)
@@ -128,6 +132,15 @@ class LatentManifest:
         return self.count - self.num_held_out
 
     @property
+    def text_shape(self) -> dict[str, int | None] | None:
+        """The shape of the captions, as `models.TextShape` takes it; None: there are none."""
+        if (text := self.text) is None:
+            return None
+        vocab_size = len(text["words"]) if "words" in text else None
+        sizes = {"num_tokens": text["num_tokens"], "vocab_size": vocab_size}
+        return sizes | {"num_features": text.get("num_features")}
+
+    @property
     def input_size(self) -> int:
         return self.shape[1]
 
@@ -148,6 +161,11 @@ class LatentManifest:
                 "float16",
                 (*self.stored_shape[: -len(self.shape)], *self.features["shape"]),
             )
+        if shape := self.text_shape:
+            sizes = (self.text or {})["num_captions"], shape["num_tokens"]
+            of_words = shape["num_features"] is None
+            sizes += () if of_words else (shape["num_features"],)
+            arrays["text"] = ("int16" if of_words else "float16", (self.count, *sizes))
         return arrays
 
     def to_latents(self, stored: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -169,10 +187,18 @@ class LatentManifest:
         return latents / _column(self.scale, latents.device) + _column(self.shift, latents.device)
 
     def check_sizes(
-        self, path: str, *, input_size: int | None, in_channels: int | None, num_classes: int | None
+        self,
+        path: str,
+        *,
+        input_size: int | None,
+        in_channels: int | None,
+        num_classes: int | None,
+        text: dict[str, int | None] | None = None,
     ) -> None:
         """Raise a ValueError unless the data have the sizes that a run expects (None: any)."""
         expected = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
+        if text is not None and text != self.text_shape:
+            raise ValueError(f"data.text={text} must be {self.text_shape}, as in {path}/{FILES['manifest']}")
         for key, size in expected.items():
             if size is not None and getattr(self, key) != size:
                 rule = f"must be {getattr(self, key)}, as in {path}/{FILES['manifest']}"
@@ -241,6 +267,21 @@ def class_warnings(manifest: LatentManifest) -> list[str]:
 
 def _first(parts: list[str]) -> str:
     return ", ".join(parts[:NAMES_SHOWN]) + (", ..." if parts[NAMES_SHOWN:] else "")
+
+
+def _text_rule(text: Any) -> str | None:
+    """Return the rule that the description of captions breaks; None: it is valid."""
+    counts = ("num_tokens", "num_captions", *([] if "words" in text else ["num_features"]))
+    if not isinstance(text, dict) or not all(_is_count(text.get(key)) for key in counts):
+        return f"{', '.join(counts)} greater than 0"
+    if text["num_tokens"] > MAX_TEXT_TOKENS or text.get("num_features", 1) > MAX_NUMBERS // MAX_TEXT_TOKENS:
+        return f"at most {MAX_TEXT_TOKENS} tokens, and embeddings of at most 2^17 numbers"
+    lists = [text.get("prompts"), *([text["words"]] if "words" in text else [])]
+    if not all(isinstance(x, list) and x and all(isinstance(s, str) for s in x) for x in lists):
+        return "prompts, and words if its encoder is `words`: lists of strings"
+    if len(lists[-1]) > MAX_WORDS or not isinstance(text.get("encoder"), str):
+        return f"the name of its encoder, and at most {MAX_WORDS} words"
+    return None
 
 
 def _is_number(value: Any) -> bool:

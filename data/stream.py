@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader, Dataset
 from data.latents import LatentDataset
 
 HELD_OUT_DRAWS = 1_000_000_000
-HFLIP_DRAWS = 1_000_000_001  # larger than any epoch
+HFLIP_DRAWS, CAPTION_DRAWS = 1_000_000_001, 1_000_000_002  # larger than any epoch
 COVERAGE_ENTRIES = 1024
 TokenMask = Callable[[torch.Tensor], torch.Tensor]  # masks (N, H, W) -> masked tokens (N, T) bool
 
 
 class StoredBatch(NamedTuple):
-    """Input of one forward: stored entries (N, C', H, W), labels (N,), and, if used, masks (N, H, W) and
-    features (N, T, F).
+    """Input of one forward: stored entries (N, C', H, W), labels (N,) or captions, and, if used, masks
+    (N, H, W) and features (N, T, F).
 
     `num_forced` is the largest number of tokens that the mask of one sample keeps, over all samples of the
     step, or 0 if it is not counted.
@@ -34,11 +34,14 @@ class StoredBatch(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Entries of a micro-batch, 1 for each flipped one (None without hflip), and all entries of the step."""
+    """Entries of a micro-batch, 1 for each flipped one (None without hflip), all entries of the step, and
+    which caption of each entry (None if entries have one).
+    """
 
     ids: np.ndarray
     flipped: np.ndarray | None
     step_ids: np.ndarray
+    captions: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class StreamOrder:
 
     Position p of the stream is entry p mod n of permutation p // n. Permutation e is drawn from (seed, e).
     Step s uses the batch_size positions that start at s * batch_size. Micro-batch m of a step belongs to rank
-    m mod world_size. Flips are drawn from (seed, step).
+    m mod world_size. Flips and captions are drawn from (seed, step).
     """
 
     ids: np.ndarray
@@ -58,17 +61,23 @@ class StreamOrder:
     rank: int = 0
     world_size: int = 1
     hflip: bool = False
+    num_captions: int = 1
 
     def __iter__(self) -> Iterator[Draw]:
         step = self.start_step
         while True:
             batch = self.batch(step)
-            rng = np.random.default_rng([self.seed, step, HFLIP_DRAWS])
-            flipped = rng.integers(2, size=self.batch_size) if self.hflip else None
+            flipped = self._draw(step, HFLIP_DRAWS, 2 if self.hflip else 1)
+            captions = self._draw(step, CAPTION_DRAWS, self.num_captions)
             for micro in range(self.rank, self.batch_size // self.micro_batch_size, self.world_size):
                 part = slice(micro * self.micro_batch_size, (micro + 1) * self.micro_batch_size)
-                yield Draw(batch[part], None if flipped is None else flipped[part], batch)
+                drawn = (None if array is None else array[part] for array in (flipped, captions))
+                yield Draw(batch[part], next(drawn), batch, next(drawn))
             step += 1
+
+    def _draw(self, step: int, stream: int, count: int) -> np.ndarray | None:
+        rng = np.random.default_rng([self.seed, step, stream])
+        return rng.integers(count, size=self.batch_size) if count > 1 else None
 
     def batch(self, step: int) -> np.ndarray:
         """Return the entries (batch_size,) of a step, by micro-batch. A batch can span several epochs."""
@@ -88,10 +97,15 @@ def _permutation(seed: int, epoch: int, count: int) -> np.ndarray:
 
 class _Reader(Dataset):
     def __init__(
-        self, dataset: LatentDataset, with_masks: bool, token_mask: TokenMask | None, with_features: bool
+        self,
+        dataset: LatentDataset,
+        with_masks: bool,
+        token_mask: TokenMask | None,
+        with_features: bool,
+        with_text: bool,
     ):
         self.dataset, self.with_masks, self.token_mask = dataset, with_masks, token_mask
-        self.with_features = with_features
+        self.with_features, self.with_text = with_features, with_text
         self.counted, self.num_forced = np.empty(0), 0
 
     def __getitem__(self, draw: Draw) -> StoredBatch:
@@ -101,7 +115,9 @@ class _Reader(Dataset):
             num_forced = count_forced(self.dataset, draw.step_ids, self.token_mask)
             self.counted, self.num_forced = draw.step_ids, int(num_forced.max())
         features = self.dataset.read_features(draw.ids, draw.flipped) if self.with_features else None
-        return StoredBatch(*self.dataset.read(draw.ids, draw.flipped), masks, self.num_forced, features)
+        stored, labels = self.dataset.read(draw.ids, draw.flipped)
+        labels = self.dataset.read_text(draw.ids, draw.captions) if self.with_text else labels
+        return StoredBatch(stored, labels, masks, self.num_forced, features)
 
 
 def stream(
@@ -118,15 +134,19 @@ def stream(
     with_masks: bool = False,
     token_mask: TokenMask | None = None,
     with_features: bool = False,
+    with_text: bool = False,
 ) -> DataLoader:
     """Return a loader of one rank's StoredBatches. `num_workers` processes read ahead.
 
     Args:
         token_mask: maps masks to the tokens that they keep, to count these. None: do not count.
+        with_text: read captions instead of labels.
     """
     share = batch_size, micro_batch_size, start_step, rank, world_size
-    order = StreamOrder(dataset.train_ids, seed, *share, hflip=dataset.manifest.hflip)
-    reader = _Reader(dataset, with_masks, token_mask, with_features)
+    num_captions = dataset.manifest.text["num_captions"] if with_text and dataset.manifest.text else 1
+    of_step = {"hflip": dataset.manifest.hflip, "num_captions": num_captions}
+    order = StreamOrder(dataset.train_ids, seed, *share, **of_step)
+    reader = _Reader(dataset, with_masks, token_mask, with_features, with_text)
     options = {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": _ignore_signals}
     return DataLoader(reader, batch_size=None, sampler=order, **options)
 
@@ -162,12 +182,16 @@ def held_out_batches(
     rank: int,
     world_size: int,
     with_masks: bool = False,
+    with_text: bool = False,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
-    """Yield (batch index, latents, labels, masks) of this rank's held-out entries, equal in all runs."""
+    """Yield (batch index, latents, labels or captions, masks) of this rank's held-out entries, equal in all
+    runs.
+    """
     starts = range(0, len(dataset.held_out_ids), batch_size)
     for index in range(rank, len(starts), world_size):
         ids = dataset.held_out_ids[starts[index] : starts[index] + batch_size]
         stored, labels = dataset.read(ids)
+        labels = dataset.read_text(ids) if with_text else labels
         masks = dataset.read_masks(ids).to(device) if with_masks else None
         # The loss is seeded by the index as well: use different draws.
         generator = torch.Generator(device).manual_seed(HELD_OUT_DRAWS + index)

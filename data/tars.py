@@ -1,9 +1,10 @@
 """Read samples of WebDataset tars in bounded memory."""
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from io import BytesIO
 from itertools import groupby
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import BinaryIO
 
 MAX_OVERHEAD_BYTES = 2**16  # of a sample in addition to its files: headers of the tar, padding, read-ahead
@@ -55,3 +56,36 @@ def _key_and_suffix(name: str) -> tuple[str, str]:
     path = PurePath(name)
     stem, _, suffix = path.name.partition(".")
     return str(path.parent / stem), suffix
+
+
+def index_tars(tars: Sequence[Path]) -> dict[str, tuple[Path, int, int]]:
+    """Locate the files of uncompressed tars: their name is SHARD-PATH, with `-` for each slash.
+
+    Returns:
+        The tar, first byte and number of bytes of each file.
+
+    Raises:
+        ValueError: a tar is damaged or compressed.
+    """
+    found = {}
+    for path in tars:
+        try:
+            with tarfile.open(path, "r:") as archive:
+                for member in archive:
+                    if member.isreg() and not member.issparse():
+                        name = f"{path.stem}-{member.name.replace('/', '-')}"
+                        found[name] = path, member.offset_data, member.size
+                    archive.members = []  # tarfile would keep all of them
+        except (*DAMAGED, OSError) as error:
+            raise ValueError(f"{path} cannot be read as an uncompressed tar: {error}") from error
+    return found
+
+
+def read_at(path: Path, start: int, size: int) -> BytesIO:
+    """Read a file of a tar."""
+    with path.open("rb") as file:
+        file.seek(start)
+        data = file.read(size)
+    if len(data) < size:
+        raise ValueError(f"{path} is truncated: {size} bytes at {start} are not complete")
+    return BytesIO(data)

@@ -61,9 +61,10 @@ class LatentWriter:
         labels: np.ndarray | None,
         masks: np.ndarray | None = None,
         features: np.ndarray | None = None,
+        text: np.ndarray | None = None,
     ) -> None:
-        """Append latents (N, C', H, W), or (N, 2, C', H, W) with hflip, labels (N,), masks (N, H, W) and
-        features (N, T, F), or (N, 2, T, F) with hflip.
+        """Append latents (N, C', H, W), or (N, 2, C', H, W) with hflip, labels (N,), masks (N, H, W),
+        features (N, T, F), or (N, 2, T, F) with hflip, and captions (N, R, M) or (N, R, M, F).
         """
         manifest, end = self.manifest, self.num_written + len(stored)
         entries = f"{self.path}: entries {self.num_written}..{end - 1}"
@@ -76,7 +77,8 @@ class LatentWriter:
         if manifest.num_classes and labels is not None:
             check_labels(labels, manifest.num_classes, self.path, first=self.num_written)
             given["labels"] = labels.astype(np.int64)
-        given |= {key: x for key, x in {"masks": masks, "features": features}.items() if x is not None}
+        others = {"masks": masks, "features": features, "text": text}
+        given |= {key: array for key, array in others.items() if array is not None}
         arrays = manifest.arrays().items()
         expected = [f"{key} {dtype} {(len(stored), *shape[1:])}" for key, (dtype, shape) in arrays]
         actual = [f"{key} {array.dtype} {array.shape}" for key, array in given.items()]

@@ -6,6 +6,7 @@ import torch
 
 from data import load_encoder
 from data.encode import EncodeConfig, plan_job
+from data.listing import list_images
 from tests.photos import photographs
 
 pytest.importorskip("transformers", reason="`make finetune` installs it")
@@ -50,4 +51,4 @@ def test_images_of_another_size_are_refused(folder, tmp_path):
     Image.fromarray(next(iter(photographs().values()))[:64, :64]).save(tmp_path / "images/cat/0.png")
     request = EncodeConfig(str(tmp_path / "images"), str(tmp_path / "out"), folder, 64)
     with pytest.raises(ValueError, match="resolution=64 must be 32 for "):
-        plan_job(request, load_encoder(folder, CPU))
+        plan_job(request, list_images(request.source), load_encoder(folder, CPU))

@@ -1,0 +1,272 @@
+"""Captions of photographs: read from files, encoded, stored, and drawn in training."""
+
+import io
+import json
+import tarfile
+import zipfile
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from data import Words, encode, open_latents, stream, text_encoder_for
+from data.captions import read_captions
+from evaluation import ClipScore
+from evaluation.features import FeatureSet
+from evaluation.statistics import AllFeatures
+from runtime.errors import UserError
+from tests.runs import composed, metrics, tiny_run
+
+CAPTIONS = ["a red roof", "The flower, yellow!", "two roofs"]
+
+
+def write_images(folder, count=6):
+    """Write images with one or two captions each; return their names."""
+    folder.mkdir(parents=True)
+    for i in range(count):
+        pixels = np.random.default_rng(i).integers(0, 256, (40, 32, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+        (folder / f"{i}.txt").write_text(
+            "\n".join([CAPTIONS[i % 3], *(["a roof"] if i % 2 else [])]) + "\n\n"
+        )
+    return [f"{i}.png" for i in range(count)]
+
+
+def encoded(source, out, *overrides):
+    options = (f"source={source}", f"out={out}", "encoder=identity", "resolution=8", "hflip=false")
+    encode.main(composed(*options, "num_held_out=2", *overrides, config_name="encode"))
+    return open_latents(out)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("captions")
+    write_images(folder / "images")
+    encoded(folder / "images", folder / "latents", "captions=beside")
+    return folder
+
+
+def test_captions_beside_images_become_words(folder):
+    dataset = open_latents(folder / "latents")
+    text = dataset.manifest.text
+    assert text["words"] == ["a", "flower", "red", "roof", "roofs", "the", "two", "yellow"]
+    assert (text["num_tokens"], text["num_captions"], dataset.manifest.num_classes) == (3, 2, 0)
+    assert dataset.text.dtype == np.int16 and dataset.text.shape == (6, 2, 3)
+    ids = np.arange(6)
+    plain = ["a red roof", "the flower yellow", "two roofs"] * 2
+    assert dataset.captions(ids).tolist() == plain
+    words = Words(text["words"], 3)
+    second = dataset.read_text(ids, np.ones(6, dtype=int))
+    expected = words([plain[i] if i % 2 == 0 else "a roof" for i in range(6)])  # one caption: repeated
+    assert second.dtype == torch.int64 and np.array_equal(second, expected)
+    assert text["prompts"] == [CAPTIONS[i % 3] for i in dataset.held_out_ids]
+    shape = {"num_tokens": 3, "vocab_size": 8, "num_features": None}
+    assert dataset.manifest.text_shape == shape
+
+
+def test_archives_and_annotations_give_the_same_captions(folder, tmp_path):
+    images = folder / "images"
+    files = sorted(images.iterdir())
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        for file in files:
+            archive.write(file, file.name)
+    (tmp_path / "shards").mkdir()
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"shards/{shard}.tar", "w") as archive:
+            for file in files:
+                if int(file.stem) // 3 == shard:
+                    is_image = file.suffix == ".png"
+                    data = file.read_bytes()
+                    if not is_image:
+                        data = json.dumps({"caption": data.decode().splitlines()}).encode()
+                    info = tarfile.TarInfo(file.name if is_image else f"{file.stem}.json")
+                    info.size = len(data)
+                    archive.addfile(info, io.BytesIO(data))
+    coco = {"images": [], "annotations": []}
+    for i in reversed(range(6)):
+        coco["images"].append({"id": 10 * i, "file_name": f"{i}.png"})
+        for caption in (images / f"{i}.txt").read_text().splitlines():
+            coco["annotations"].append({"image_id": 10 * i, "caption": caption})
+    (tmp_path / "coco.json").write_text(json.dumps(coco))
+    expected = open_latents(folder / "latents")
+    sources = {"images.zip": "beside", "shards": "beside", "coco": tmp_path / "coco.json"}
+    for name, captions in sources.items():
+        source = images if name == "coco" else tmp_path / name
+        dataset = encoded(source, tmp_path / f"latents_{name}", f"captions={captions}")
+        assert np.array_equal(dataset.stored, expected.stored), name
+        assert np.array_equal(dataset.text, expected.text), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: (d / "3.txt").unlink(), r"must have a caption for 3.png \(1 of 6 have none\)"),
+        (lambda d: (d / "3.txt").write_text("\n \n"), "must have a caption for 3.png"),
+        (lambda d: (d / "3.txt").write_bytes(b"\xff\xfe\xfa"), "3.txt must have captions in UTF-8"),
+        (lambda d: ((d / "3.txt").unlink(), (d / "3.json").write_text("{}")), "3.json must have captions"),
+    ],
+    ids=["missing", "empty", "bytes", "json"],
+)
+def test_an_image_without_a_caption_is_refused(change, message, tmp_path):
+    names = write_images(tmp_path / "images")
+    change(tmp_path / "images")
+    with pytest.raises(ValueError, match=message):
+        read_captions("beside", str(tmp_path / "images"), names)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"images": [{"id": 1}], "annotations": []}'])
+def test_damaged_annotations_are_refused(content, tmp_path):
+    (tmp_path / "coco.json").write_text(content)
+    with pytest.raises(ValueError, match="cannot be read as annotations of COCO"):
+        read_captions(str(tmp_path / "coco.json"), "x", ["a.png"])
+
+
+def test_damaged_tars_are_refused(tmp_path):
+    write_images(tmp_path / "images", 1)
+    with tarfile.open(tmp_path / "0.tar", "w") as archive:
+        archive.add(tmp_path / "images/0.png", "0.png")
+    whole = (tmp_path / "0.tar").read_bytes()
+    (tmp_path / "0.tar").write_bytes(whole[:900])
+    with pytest.raises((UserError, SystemExit), match="cannot be read as an uncompressed tar"):
+        encoded(tmp_path / "0.tar", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["text_encoder=t5"], "text_encoder=t5 needs captions"),
+        (["captions=missing.json"], "captions=missing.json not found"),
+        (["captions=beside", "max_text_tokens=0"], "max_text_tokens=0"),
+    ],
+)
+def test_wrong_requests_are_refused(options, message, folder, tmp_path):
+    with pytest.raises((UserError, SystemExit), match=message):
+        encoded(folder / "images", tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_words_must_be_known_and_captions_short_enough():
+    words = Words(("a", "flower"), 2)
+    assert words(["A flower!", "", "flower"]).tolist() == [[1, 2], [0, 0], [2, 0]]
+    with pytest.raises(ValueError, match="'a tree': tree must be one of the words of the data: a, flower"):
+        words(["a tree"])
+    with pytest.raises(ValueError, match="'a a a' has 3 words, must have at most 2"):
+        words(["a a a"])
+    with pytest.raises(ValueError, match="0 different words"):
+        Words.of_captions(["!", ""])
+
+
+def test_the_caption_of_a_step_depends_on_seed_and_step_alone(folder):
+    dataset = open_latents(folder / "latents")
+
+    def read(start, rank=0, world_size=1, seed=0):
+        options = {"batch_size": 4, "micro_batch_size": 2, "num_workers": 0, "pin_memory": False}
+        place = {"rank": rank, "world_size": world_size, "seed": seed}
+        return iter(stream(dataset, start, **options, **place, with_text=True))
+
+    def texts(batches, count):
+        return [next(batches).labels for _ in range(count)]
+
+    all_texts = texts(read(0), 12)
+    resumed = texts(read(3), 6)
+    assert all(torch.equal(a, b) for a, b in zip(resumed, all_texts[6:], strict=True))
+    both = [texts(read(0, rank, 2), 6) for rank in range(2)]
+    shared = [batch for pair in zip(*both, strict=True) for batch in pair]
+    assert all(torch.equal(a, b) for a, b in zip(shared, all_texts, strict=True))
+    choices = {tuple(row) for batch in texts(read(0), 200) for row in batch.tolist()}
+    assert choices == {tuple(row) for row in dataset.text[dataset.train_ids].reshape(-1, 3).tolist()}
+
+
+@pytest.fixture(scope="module")
+def language_models(tmp_path_factory):
+    """A tokenizer of a few words, and small random models of three families."""
+    pytest.importorskip("transformers", reason="`make finetune` installs it")
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import (
+        CLIPTextConfig,
+        CLIPTextModel,
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2Model,
+        T5Config,
+        T5EncoderModel,
+    )
+
+    vocabulary = {"<pad>": 0, "</s>": 1, "a": 2, "red": 3, "roof": 4, "<unk>": 5}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+    folder, nets = tmp_path_factory.mktemp("models"), {}
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    nets["clip"] = CLIPTextModel(CLIPTextConfig(vocab_size=6, eos_token_id=1, pad_token_id=0, **sizes))
+    nets["t5"] = T5EncoderModel(
+        T5Config(vocab_size=6, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    )
+    nets["qwen"] = Qwen2Model(Qwen2Config(vocab_size=6, num_key_value_heads=2, **sizes))
+    for name, net in nets.items():
+        net.eval().save_pretrained(folder / name)
+        fast.save_pretrained(folder / name)
+    return SimpleNamespace(folder=folder, nets=nets, tokenizer=fast)
+
+
+@pytest.mark.parametrize("name", ["clip", "t5", "qwen"])
+def test_embeddings_are_the_last_hidden_states_without_padding(name, language_models, folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    path = language_models.folder / name
+    keys = ("captions=beside", f"text_encoder={path}", "max_text_tokens=6")
+    dataset = encoded(folder / "images", tmp_path / "latents", *keys)
+    text = dataset.manifest.text
+    assert dataset.manifest.text_shape == {"num_tokens": 6, "vocab_size": None, "num_features": 16}
+    assert dataset.text.dtype == np.float16 and dataset.text.shape == (6, 2, 6, 16)
+    tokens = AutoTokenizer.from_pretrained(path)("a red roof", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        hidden = language_models.nets[name](input_ids=tokens).last_hidden_state[0]
+    used = len(hidden)
+    np.testing.assert_allclose(dataset.text[0, 0, :used], hidden, rtol=2e-3, atol=2e-3)
+    assert not dataset.text[0, 0, used:].any() and dataset.captions(np.arange(2)) is None
+    again = text_encoder_for(text, torch.device("cpu"))(["a red roof"])
+    np.testing.assert_allclose(again[0], dataset.text[0, 0], rtol=1e-3, atol=1e-3)
+    other = {"clip": "t5", "t5": "qwen", "qwen": "clip"}[name]
+    with pytest.raises(ValueError, match=f"{other} must have the weights of"):
+        text_encoder_for(text, torch.device("cpu"), str(language_models.folder / other))
+    run = ("data=latents", f"data.path={tmp_path / 'latents'}", "model/size=tiny", "model/conditioning=cross")
+    small = ("model.hidden_size=16", "model.depth=6", "train.batch_size=2", "train.total_steps=2")
+    watched = ("train.log_every=1", "train.save_every=2", "train.eval_every=2", "train.sample_every=null")
+    tiny_run(tmp_path / "run", *run, *small, *watched)
+    assert np.isfinite(metrics(tmp_path / "run")[-1]["val_loss_dense"])
+
+
+def test_a_folder_that_is_no_language_model_is_one_clear_error(folder, tmp_path):
+    pytest.importorskip("transformers", reason="`make finetune` installs it")
+    with pytest.raises((UserError, SystemExit), match="cannot be loaded by transformers"):
+        encoded(folder / "images", tmp_path / "out", "captions=beside", f"text_encoder={folder / 'images'}")
+
+
+def test_the_clip_score_is_the_mean_cosine(language_models, tmp_path):
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CLIPTextConfig(vocab_size=6, eos_token_id=1, pad_token_id=0, projection_dim=8, **sizes)
+    net = CLIPTextModelWithProjection(config).eval()
+    net.save_pretrained(tmp_path)
+    language_models.tokenizer.save_pretrained(tmp_path)
+    captions, images = ["a red roof", "a roof"], np.random.default_rng(0).standard_normal((2, 8))
+    samples = FeatureSet(labels=np.array(captions))
+    samples.statistics[AllFeatures, "clip"] = kept = AllFeatures(8, "cpu", 2)
+    kept.update(images, 0)
+    score = ClipScore("clip", str(tmp_path))(FeatureSet(), samples)["clip_score"]
+    with torch.no_grad():
+        rows = [
+            net(**language_models.tokenizer(text, return_tensors="pt")).text_embeds[0] for text in captions
+        ]
+    texts = torch.stack(rows).double().numpy()
+    cosines = (texts * images).sum(1) / np.linalg.norm(texts, axis=1) / np.linalg.norm(images, axis=1)
+    assert score == pytest.approx(100 * cosines.mean(), rel=1e-5)
+    with pytest.raises(ValueError, match=r"clip_score: .* cannot be loaded"):
+        ClipScore("clip", str(tmp_path / "missing"))(FeatureSet(), samples)
