@@ -258,6 +258,10 @@ def read_labels(file: Path) -> np.ndarray | None:
 def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:
     """Score the mean images of the classes and the held-out images, if the reference has them."""
     reference = suite.reference
+    if any(metric.needs_captions for metric in suite.metrics):
+        if reference.held_out is None or reference.held_out_captions is None:
+            return {}
+        return {"real held-out": suite.score(ArrayImages(reference.held_out[0]), reference.held_out_captions)}
     if reference.labels is None:
         return {}
     assert isinstance(reference.images, ArrayImages)  # only references of latents have labels

@@ -18,6 +18,7 @@ from data.images import ImageFiles, NpzImages, centre_crop, open_images
 from data.latents import LatentDataset, open_latents
 from data.manifest import LatentManifest, manifest_from, read_manifest
 from data.mixture import MixtureDataset, mixture
+from data.scenes import scenes
 from data.stream import (
     StoredBatch,
     StreamOrder,
@@ -28,4 +29,5 @@ from data.stream import (
     stream,
 )
 from data.synthetic import synthetic
+from data.text import Words, text_encoder_for
 from data.writer import LatentWriter

@@ -39,18 +39,19 @@ def write_once(path: str, origin: dict[str, Any], write: Callable[[], None]) -> 
 
 def write_pixels(
     path: str,
-    batches: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray | None]],
+    batches: Iterable[tuple[np.ndarray, ...]],
     typical: np.ndarray,
     count: int,
     num_held_out: int,
     class_names: tuple[str, ...],
     conditioning_type: str | None = None,
     origin: dict[str, Any] | None = None,
+    text: dict[str, Any] | None = None,
 ) -> None:
     """Write a latent folder of pixels.
 
     Args:
-        batches: images (N, C, H, W) uint8, labels (N,), and masks (N, H, W) uint8 or None.
+        batches: images (N, C, H, W) uint8, labels (N,), and masks (N, H, W) uint8 or captions, if described.
         typical: images (N, C, H, W) uint8 that set shift and scale: the network sees them with mean 0 and
             standard deviation 0.5, EDM's sigma_data.
     """
@@ -71,10 +72,13 @@ def write_pixels(
         num_held_out=num_held_out,
         conditioning_type=conditioning_type,
         origin=origin,
+        text=text,
     )
+    others = ("masks",) if text is None else ("text",)
     with LatentWriter(path, manifest) as writer:
-        for images, labels, masks in batches:
-            writer.append(encoder.encode(torch.from_numpy(images)).numpy(), labels, masks)
+        for images, labels, *rest in batches:
+            stored = encoder.encode(torch.from_numpy(images)).numpy()
+            writer.append(stored, labels, **dict(zip(others, rest, strict=False)))
 
 
 def digits(
@@ -117,7 +121,8 @@ def _write_digits(path: str, foreground_masks: bool, num_images: int | None, siz
     images, labels, classes = typical[ids], source.target[ids], tuple(map(str, source.target_names))
     masks, kind = (images[:, 0], "segmentation") if foreground_masks else (None, None)
     origin = None if num_images is None else {"num_images": num_images}
-    batches, num_held_out = [(images, labels, masks)], NUM_HELD_OUT_DIGITS
+    batches = [(images, labels) if masks is None else (images, labels, masks)]
+    num_held_out = NUM_HELD_OUT_DIGITS
     write_pixels(path, batches, typical, len(images), num_held_out, classes, kind, origin)
 
 

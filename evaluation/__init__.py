@@ -4,9 +4,11 @@ from evaluation.adm import AdmSuite
 from evaluation.detectors.digits import DigitClassifier, PixelDetector
 from evaluation.detectors.glyphs import GlyphClassifier
 from evaluation.detectors.inception import InceptionDetector
+from evaluation.detectors.scenes import SceneReader
 from evaluation.evaluators import DenseLoss, ExcessLoss, SampleGrid, ScoreSamples
 from evaluation.features import ArrayImages
 from evaluation.metrics.authenticity import Authenticity, authenticity
+from evaluation.metrics.clip_score import ClipScore
 from evaluation.metrics.cmmd import Cmmd, cmmd
 from evaluation.metrics.density_coverage import DensityCoverage, density_coverage
 from evaluation.metrics.frechet import FrechetDistance, frechet_distance
@@ -17,6 +19,7 @@ from evaluation.metrics.kernel import KernelDistance, kernel_distance
 from evaluation.metrics.label_accuracy import LabelAccuracy
 from evaluation.metrics.memorised import Memorised
 from evaluation.metrics.precision_recall import PrecisionRecall, precision_recall
+from evaluation.metrics.scene_accuracy import SceneAccuracy
 from evaluation.metrics.vendi import VendiScore, vendi_score
 from evaluation.reference import Reference, make_reference, open_reference
 from evaluation.statistics import FeatureStatistics

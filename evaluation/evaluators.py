@@ -205,7 +205,7 @@ class SampleGrid:
             tqdm.write(f"warning: {file} could not be written: {error}\n{text_picture(images)}")
             return {}
         try:
-            save_over_time(self.folder, row_height(images, captions))
+            save_over_time(self.folder, row_height(images, captions, self.columns))
         except OSError as error:  # or a damaged earlier picture
             tqdm.write(f"warning: {self.folder / OVER_TIME} could not be written: {error}")
         tqdm.write(f"step {step}: samples in {file}\n{text_picture(images)}")

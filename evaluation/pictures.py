@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from runtime.parts import PartCache
-from runtime.pictures import CAPTION_HEIGHT, PADDING, save_grid, save_picture, strip_of, zoom_of
+from runtime.pictures import PADDING, save_grid, save_picture, strip_of, zoom_of
 
 TEXT_COLUMNS = 100
 OVER_TIME, MAX_ROWS = "over_time.png", 20
@@ -29,9 +29,10 @@ def save_over_time(folder: Path, height: int) -> None:
         save_picture(np.concatenate(rows), folder / OVER_TIME)
 
 
-def row_height(images: np.ndarray, captions: Sequence[str] | None) -> int:
+def row_height(images: np.ndarray, captions: Sequence[str] | None, columns: int) -> int:
     """Return the height of the first row of a grid, in pixels."""
-    return images.shape[1] * zoom_of(images) + 2 * PADDING + (CAPTION_HEIGHT if captions else 0)
+    height, width = (side * zoom_of(images) + 2 * PADDING for side in images.shape[1:3])
+    return height + (len(strip_of(captions[:columns], width, columns, 1)) if captions else 0)
 
 
 def in_turn(labels: np.ndarray) -> np.ndarray:
@@ -53,7 +54,7 @@ def text_picture(images: np.ndarray) -> str:
 
 
 class GrowingGrid:
-    """A picture of the first samples, with alternating classes; missing samples are black.
+    """A picture of the first samples, with alternating classes, or prompts in order; missing ones are black.
 
     Args:
         images: draws the samples, see `builders.drawing.Drawing`.
@@ -62,7 +63,8 @@ class GrowingGrid:
 
     def __init__(self, images: Any, cache: PartCache, columns: int):
         labels = images.labels()
-        order = np.arange(images.count) if labels is None else in_turn(labels)
+        is_in_order = labels is None or labels.dtype.kind == "U"
+        order = np.arange(images.count) if is_in_order else in_turn(labels)
         self.shown = order[: GRID_ROWS * columns]
         self.file: Path = cache.path / GRID
         self._captions = images.captions(None if labels is None else labels[self.shown])

@@ -43,6 +43,7 @@ class Reference:
         images: some or all images of the data set; None: only statistics.
         labels: of the images (N,); None: the images have no labels.
         held_out: images and labels outside the reference, to compare samples with.
+        held_out_captions: captions of the held-out images (N,); None: they have none.
         made_by: hash of the tensors of the network that computed the statistics; None: unknown.
         path: the file or folder that was read; None: the reference was built in memory.
         data: describes the data set; None: not the training images of a run.
@@ -53,6 +54,7 @@ class Reference:
     images: Images | None = None
     labels: np.ndarray | None = None
     held_out: tuple[np.ndarray, np.ndarray | None] | None = None
+    held_out_captions: np.ndarray | None = None
     made_by: str | None = None
     path: Path | None = None
     data: dict[str, Any] | None = None

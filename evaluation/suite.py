@@ -115,7 +115,15 @@ class Suite:
             raise ValueError(f"{name}: images are {shape}, must be {expected} as in the reference")
 
     def check_labels(self, labels: np.ndarray, name: str) -> None:
-        """Raise a ValueError if a label is not a class of the reference; `name` stands for the images."""
+        """Raise a ValueError unless labels are classes of the reference, or captions, as metrics need them;
+        `name` stands for the images.
+        """
+        for metric in (metric for metric in self.metrics if metric.needs_labels):
+            if metric.needs_captions != (labels.dtype.kind == "U"):
+                kind = "prompts" if metric.needs_captions else "classes"
+                raise ValueError(f"{name}: {metric.keys[0]} needs labels that are {kind}")
+        if labels.dtype.kind == "U":
+            return
         known = labels if self.reference.labels is None else np.unique(self.reference.labels)
         unknown = np.setdiff1d(labels, known)
         if len(unknown):

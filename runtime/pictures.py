@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -46,11 +47,12 @@ def zoom_of(images: np.ndarray) -> int:
 
 
 def strip_of(captions: Sequence[str], width: int, columns: int, channels: int) -> np.ndarray:
-    """Draw captions side by side, (CAPTION_HEIGHT, columns * width, channels)."""
-    strip = Image.new("L", (columns * width, CAPTION_HEIGHT))
+    """Draw captions side by side, (lines * CAPTION_HEIGHT, columns * width, channels)."""
+    lines = [wrap(caption, max(1, width // LETTER_WIDTH)) for caption in captions]
+    strip = Image.new("L", (columns * width, CAPTION_HEIGHT * max([1, *map(len, lines)])))
     draw = ImageDraw.Draw(strip)
-    for i, caption in enumerate(captions):
-        draw.text((i * width + PADDING, 1), caption[: width // LETTER_WIDTH], fill=255)
+    for column, row in ((column, row) for column, each in enumerate(lines) for row in range(len(each))):
+        draw.text((column * width + PADDING, row * CAPTION_HEIGHT + 1), lines[column][row], fill=255)
     return np.asarray(strip)[:, :, None].repeat(channels, axis=2)
 
 

@@ -21,6 +21,7 @@ class Metric:
         needs: the statistics that the metric uses, as (kind, name of features).
         min_images: minimum number of images.
         needs_labels: True if the metric uses the labels of the samples.
+        needs_captions: True if these labels must be captions.
         higher_is_better: True if a higher value is better, for all scores of the metric.
         held_out: True to compare with the reference's held-out images instead of the reference.
         device: where to compute; the suite sets it.
@@ -30,6 +31,7 @@ class Metric:
     needs: tuple[Need, ...] = ()
     min_images = 2
     needs_labels = False
+    needs_captions = False
     higher_is_better = False
     held_out = False
     device: torch.device | None = None

@@ -11,11 +11,11 @@ import sample
 from builders.config import resolve
 from builders.sampling import SampleConfig, open_model, read_request
 from diffusion import random_labels
-from evaluation.pictures import CAPTION_HEIGHT
 from runtime.errors import UserError
 from runtime.files import sha256
 from runtime.launch import ALONE
 from runtime.machine import has_fast_bf16
+from runtime.pictures import CAPTION_HEIGHT
 from tests.runs import composed, tiny_run
 from training.checkpoint import find_checkpoint
 

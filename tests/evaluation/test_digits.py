@@ -182,7 +182,7 @@ def test_the_first_rows_of_all_steps_are_one_picture(tmp_path):
     for step, shade in ((250, 50), (500, 200)):
         images = np.full((20, 64, 64, 1), shade, np.uint8)
         save_grid(images, tmp_path / f"step_{step:08d}.png", 10, [*"abcdefghij"] * 2)
-        save_over_time(tmp_path, row_height(images, ["a"]))
+        save_over_time(tmp_path, row_height(images, ["a"], 10))
     picture = np.asarray(Image.open(tmp_path / OVER_TIME))
     height = 2 * CAPTION_HEIGHT + 68
     assert picture.shape == (2 * height, 680, 3)
