@@ -49,8 +49,9 @@ class ImageModel:
     Args:
         precond: the preconditioned backbone, without DDP; it is set to eval mode.
         decode: turns latents into images (n, H, W, channels) uint8.
-        classes: the trained classes; labels are drawn from them.
+        classes: the trained classes, or prompts; labels are drawn from them.
         class_names: for captions; None: use the numbers of the classes.
+        encode_labels: turns labels (N,), or prompts, into the network's condition.
     """
 
     precond: Precond
@@ -60,6 +61,7 @@ class ImageModel:
     device: torch.device
     classes: Sequence[int] | np.ndarray
     class_names: Sequence[str] | None = None
+    encode_labels: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy
 
     def __post_init__(self) -> None:
         self.precond.eval()
@@ -111,7 +113,7 @@ class ImageModel:
         before = torch.cuda.memory_allocated(self.device)
         net, t = self.precond.net, torch.tensor(self.precond.path.t_max / 2, dtype=torch.float64)
         x = torch.zeros(2 * PROBE_BATCH, *net.latent_shape, device=self.device)  # both branches of guidance
-        labels = torch.zeros(len(x), dtype=torch.int64, device=self.device) if net.num_classes else None
+        labels = net.null_labels(len(x))
         with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             self.precond.predict(x, t, labels)
         per_image = max(1, torch.cuda.max_memory_allocated(self.device) - before) / PROBE_BATCH
@@ -125,7 +127,8 @@ class DrawOptions:
 
     Args:
         batch_size: number of images that are drawn together, as one part.
-        labels: `balanced`: the trained classes in turn; `random`: drawn from the seeds; None: class_label.
+        labels: `balanced`: the trained classes, or prompts, in turn; `random`: drawn from the seeds; None:
+            class_label.
         class_label: draw images of this class only.
         mixed_precision: precision of the network, `bf16` or `no` (fp32).
         compile: compile the blocks.
@@ -197,7 +200,7 @@ class Drawing:
         return f"{self.count} images, {self.part_size} at a time, the network in {self._precision}"
 
     def labels(self, start: int = 0, end: int | None = None) -> np.ndarray | None:
-        """Return the labels of samples `start` to `end`; None for an unconditional network."""
+        """Return the labels or prompts of samples `start` to `end`; None for an unconditional network."""
         end, classes, first = end or self.count, np.asarray(self.model.classes), self.options.first_seed
         if self.options.class_label is not None:
             return np.full(end - start, self.options.class_label)
@@ -208,7 +211,7 @@ class Drawing:
         return classes[np.arange(start, end) % len(classes)]
 
     def captions(self, labels: np.ndarray | None) -> list[str] | None:
-        """Return the class names of labels (N,); None for an unconditional network."""
+        """Return the class names of labels (N,), or the prompts; None for an unconditional network."""
         names = self.model.class_names
         return None if labels is None else [str(names[i] if names else i) for i in labels.tolist()]
 
@@ -256,7 +259,7 @@ class Drawing:
             model.sampler,
             model.guidance,
             seeds=range(first + start, first + end),
-            class_labels=None if labels is None else torch.from_numpy(labels),
+            class_labels=None if labels is None else model.encode_labels(labels),
             device=model.device,
             bf16=self.options.bf16,
             times=times,

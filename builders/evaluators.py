@@ -11,7 +11,7 @@ from builders.auto import Resolved
 from builders.drawing import Drawing, DrawOptions, ImageModel
 from builders.experiment import Experiment
 from builders.references import reference_of
-from builders.sampling import open_run
+from builders.sampling import open_run, text_condition
 from builders.scoring import build_suite
 from data import (
     LatentDataset,
@@ -52,12 +52,12 @@ def build_evaluators(
     if settings.sample_every or scored:  # otherwise the encoder is not needed
         model, encoder = _image_model(experiment, dataset, launch, ema_denoiser)
     if settings.sample_every and model:
-        num_samples, columns = grid_of(len(dataset.manifest.trained_classes))
+        num_samples, columns = grid_of(0 if experiment.takes_text else len(dataset.manifest.trained_classes))
         options = DrawOptions(num_samples, EVALUATION_BATCH, mixed_precision=resolved.mixed_precision)
         grid = SampleGrid(Drawing(model, options), run.path / "samples", columns, launch)
         evaluators.append((settings.sample_every, grid))
     if settings.eval_every and len(dataset.held_out_ids):
-        share["with_masks"] = settings.masked_loss
+        share |= {"with_masks": settings.masked_loss, "with_text": experiment.takes_text}
         batches = partial(held_out_batches, dataset, EVALUATION_BATCH, device, **share)
         denoisers = {"val_loss_dense": denoiser, "val_loss_dense_ema": ema_denoiser}
         if isinstance(dataset, MixtureDataset) and isinstance(denoiser, EDMPrecond):
@@ -123,5 +123,7 @@ def _image_model(
         raise ValueError(f"{error}. To train without: train.sample_every=null evaluation=none") from error
     guidance = experiment.guidance(lambda run, checkpoint: open_run(run, checkpoint, launch=launch).precond)
     decode, classes = image_decoder(manifest, encoder, official), manifest.trained_classes
-    parts = (denoiser, experiment.sampler(), guidance, decode, launch.device, classes, manifest.class_names)
+    parts = [denoiser, experiment.sampler(), guidance, decode, launch.device, classes, manifest.class_names]
+    if experiment.takes_text:
+        parts[5:] = text_condition(manifest, launch.device)
     return ImageModel(*parts), encoder

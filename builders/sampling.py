@@ -10,12 +10,13 @@ A run opens in three lines:
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from builders.drawing import DrawOptions, ImageModel
@@ -23,7 +24,7 @@ from builders.experiment import Experiment, as_node
 from builders.public import read_weights_file
 from builders.rules import DECODINGS, LABELS, NUM_SEEDS
 from builders.schemas import PRECISIONS, SWITCH
-from data import encoder_for, image_decoder, manifest_from
+from data import LatentManifest, Words, encoder_for, image_decoder, manifest_from, text_encoder_for
 from diffusion import Guidance, Precond
 from models import Backbone
 from runtime.errors import check_choice, check_positive
@@ -35,6 +36,7 @@ from training.ema import reconstruct
 from training.run_folder import RunFolder
 from training.weights import find_mismatch, load_weights, read_weights
 
+MAX_SLUG = 60  # letters of a prompt in the name of a file
 MAX_TOKENS = 2**16  # 4096x4096 pixels with an autoencoder of factor 8 and patches of 2
 GROUPS = ("sampler", "guidance")
 STD = re.compile(r"std(0?\.\d+)")  # a checkpoint of ema=post_hoc
@@ -56,6 +58,9 @@ class SamplingConfig:
     first_seed: int = 0
     labels: str = "random"  # random (from the seeds) or balanced (the classes in turn)
     class_label: int | None = None  # draw only this class
+    prompt: str | None = None  # draw only this prompt, from a network with captions
+    prompts: str | None = None  # a file with a prompt in each line, in turn; None: held-out captions
+    text_encoder: str | None = None  # its folder or name; None: as in the manifest of the latents
     guidance_scale: float | None = None
     num_steps: int | None = None
     sampler: dict[str, Any] = field(default_factory=dict)  # chosen as sampler=OPTION
@@ -150,6 +155,7 @@ def read_request(request: T) -> tuple[T, Experiment]:
     """
     experiment = read_source(request)
     keys = complete(request, experiment)
+    check_prompts(request, experiment)
     try:
         nodes = {f"{group}_node": as_node(read_nodes(getattr(keys, group), group), group) for group in GROUPS}
         experiment = replace(experiment, **nodes)
@@ -183,13 +189,15 @@ def open_model(
         launch.print(f"weights {run.weights} ({entry})")
     data = experiment.data_node.arguments
     sizes = {key: data[key] for key in ("input_size", "in_channels", "num_classes")}
-    manifest.check_sizes(request.latents or str(run.path), **sizes)
+    manifest.check_sizes(request.latents or str(run.path), **sizes, text=data.get("text"))
     official = request.decoding == "official"
     encoder_name = request.encoder or data.get("encoder")
     options = {"allow_other": request.allow_other_encoder, "official": official}
     encoder = encoder_for(manifest, launch.device, encoder_name, **options)
     decode, classes = image_decoder(manifest, encoder, official), manifest.trained_classes
-    parts = (run.precond, run.sampler, run.guidance, decode, launch.device, classes, manifest.class_names)
+    parts = [run.precond, run.sampler, run.guidance, decode, launch.device, classes, manifest.class_names]
+    if experiment.takes_text:
+        parts[5:] = text_condition(manifest, launch.device, prompts_of(request), request.text_encoder)
     networks = [  # not determined by the weights
         {key: source.written[key] for key in ("model", "diffusion")}
         for source in (experiment, *run.weak.values())
@@ -197,6 +205,8 @@ def open_model(
     record = {
         **{key: getattr(request, key) for key in SETTINGS},
         "labels": request.labels if request.class_label is None else None,
+        "prompt": request.prompt,
+        "prompts": request.prompts and {"file": request.prompts, "sha256": sha256(Path(request.prompts))},
         "run": request.run,
         "checkpoint": str(run.weights.parent if request.run else run.weights),
         "objective": request.objective,
@@ -277,6 +287,8 @@ def complete(request: T, experiment: Experiment) -> T:
     num_classes, label = experiment.num_classes, request.class_label
     if label is not None and request.labels == "balanced":
         raise ValueError(f"class_label={label} is one class: labels=balanced must not be given with it")
+    if label is not None and experiment.takes_text:
+        raise ValueError(f"class_label={label} must be null: the network takes captions, give prompt=TEXT")
     if label is not None and not 0 <= label < num_classes:
         unconditional = "null for an unconditional network (num_classes=0)"
         allowed = f"in [0, {num_classes - 1}]" if num_classes else unconditional
@@ -289,7 +301,60 @@ def complete(request: T, experiment: Experiment) -> T:
             groups[group] = {**groups[group], key: value}
     if (weak := groups["guidance"]).get("weak_checkpoint") is not None and weak["weak_run"] is None:
         groups["guidance"] = {**weak, "weak_run": request.run}
-    return replace(request, mixed_precision=precision, compile=compiled, decoding=decoding, **groups)
+    given = {"mixed_precision": precision, "compile": compiled, "decoding": decoding, **groups}
+    if request.prompt or request.prompts:
+        given["labels"] = "balanced"
+    return replace(request, **given)
+
+
+def prompts_of(request: SamplingConfig) -> list[str] | None:
+    """Return the requested prompts; None: the request has none."""
+    if request.prompt is not None:
+        return [request.prompt]
+    if request.prompts is None:
+        return None
+    try:
+        text = Path(request.prompts).read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompts={request.prompts} cannot be read as UTF-8: {error}") from error
+    if not (lines := [line.strip() for line in text.splitlines() if line.strip()]):
+        raise ValueError(f"prompts={request.prompts} has no prompts")
+    return lines
+
+
+def check_prompts(request: SamplingConfig, experiment: Experiment) -> None:
+    """Check the keys of prompts; word by word, if the data have a vocabulary."""
+    keys = ("prompt", "prompts", "text_encoder")
+    given = [key for key in keys if getattr(request, key) is not None]
+    if given and not experiment.takes_text:
+        value = getattr(request, given[0])
+        raise ValueError(f"{given[0]}={value} does not apply: the network takes no captions")
+    if given[:2] == ["prompt", "prompts"]:
+        raise ValueError("prompt and prompts must not be given together")
+    prompts = prompts_of(request)
+    if prompts and "words" in (text := experiment.details["data"]["manifest"]["text"]):
+        Words(text["words"], text["num_tokens"])(prompts)
+
+
+def text_condition(
+    manifest: LatentManifest,
+    device: torch.device,
+    prompts: Sequence[str] | None = None,
+    text_encoder: str | None = None,
+) -> tuple[np.ndarray, None, Callable[[np.ndarray], torch.Tensor]]:
+    """Return prompts, no names, and their encoder, as `ImageModel` takes them.
+
+    Args:
+        prompts: None: the manifest's, which are held-out captions.
+    """
+    text = manifest.text or {}
+    encoder = text_encoder_for(text, device, text_encoder)
+
+    def encode(chosen: np.ndarray) -> torch.Tensor:
+        embedded = torch.from_numpy(encoder(chosen.tolist()))
+        return embedded if embedded.is_floating_point() else embedded.long()
+
+    return np.array(prompts or text["prompts"]), None, encode
 
 
 def _name(run: OpenedRun, request: SamplingConfig) -> str:
@@ -298,6 +363,9 @@ def _name(run: OpenedRun, request: SamplingConfig) -> str:
     parts = [name, *objective, f"n{request.num_samples}", f"seed{request.first_seed}"]
     if request.class_label is not None:
         parts += [f"class{request.class_label}"]
+    elif prompts := request.prompt or request.prompts:
+        digest = hashlib.sha256(str(prompts_of(request)).encode()).hexdigest()[:8]
+        parts += [f"{re.sub(r'[^0-9A-Za-z]+', '-', prompts)[:MAX_SLUG]}-{digest}"]
     elif request.labels == "balanced":
         parts += ["balanced"]
     scale = request.guidance.get("guidance_scale", 1)

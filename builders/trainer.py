@@ -292,6 +292,7 @@ def _build_batches(
         with_masks=masked,
         token_mask=masks_to_tokens if experiment.routing.force_keep_overflow == "grow" else None,
         with_features=alignment is not None and alignment.needs_features and alignment.encoder is None,
+        with_text=experiment.takes_text,
     )
     entries = entries_by_step(dataset, seed, sizes["batch_size"])
 

@@ -124,7 +124,7 @@ def latents(tmp_path):
 
 
 def needs_path(option):
-    return option in ("latents", "latents_published", "imagenet256", "imagenet512")
+    return option in ("latents", "latents_published", "imagenet256", "imagenet512", "coco256")
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
@@ -134,7 +134,7 @@ def test_every_option_composes_and_builds(group, option, latents):
     extra += ["data=latents", f"data.path={latents}"] if needs_latents else []
     extra += ["model.inner_head=1"] if option == "internal" else []
     extra += ["train.milestone_every=${train.save_every}"] if option == "post_hoc" else []
-    extra += ["evaluation.reference=REFERENCE.npz"] if option in ("adm", "adm_5k", "all") else []
+    extra += ["evaluation.reference=REFERENCE.npz"] if option in ("adm", "adm_5k", "all", "coco") else []
     extra += ["sampler=heun"] if group == "sampler/times" else []
     extra += ["diffusion=ddpm", "sampler.solve_on=null"] if option == "respaced" else []
     extra += ["diffusion=ddpm"] if (group, option) == ("sampler", "ddpm") else []
@@ -162,7 +162,7 @@ def test_every_size_composes_and_builds(model, size):
 
 
 def of_experiment(experiment, *keys):
-    data = ["data.path=x"] if experiment.startswith("imagenet") else []
+    data = ["data.path=x"] if experiment.startswith(("imagenet", "coco")) else []
     needs_init = "from" in read_header(experiment) or experiment == "dense_finetune"
     init = ["train.init_from=x"] if needs_init else []
     return built(f"experiment={experiment}", *data, *init, *keys)
@@ -191,8 +191,8 @@ def test_every_experiment_builds_takes_a_step_and_says_what_it_reproduces(experi
     small = small.with_model({"hidden_size": 32, "num_heads": 4, "input_size": 8})
     net = small.net()
     precond, optimizer = small.precond(net), small.optimizer(net.named_parameters())
-    x, labels = torch.randn(2, *net.latent_shape), torch.tensor([0, 1])
-    small.loss(net)(precond, x, labels).mean().backward()
+    x = torch.randn(2, *net.latent_shape)
+    small.loss(net)(precond, x, net.null_labels(2)).mean().backward()
     optimizer.step(torch.tensor(0.0))
     assert all(p.isfinite().all() for p in net.parameters())
     assert all(p.grad is not None for p in net.final_layer.parameters())

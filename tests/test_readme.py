@@ -117,6 +117,9 @@ def test_commands_compose_and_validate(command, monkeypatch):
         overrides = ["model=tread", "data=synthetic", *overrides]
     if "data=latents" in overrides:  # the sizes are in the manifest of the folder
         overrides += ["data.input_size=32", "data.in_channels=4", "data.num_classes=1000"]
+        has_captions = any(override.startswith("model/conditioning=") for override in overrides)
+        shape = "{num_tokens: 3, vocab_size: 9}" if has_captions else "null"
+        overrides += [f"data.text={shape}"]
         manifest = LatentManifest(540, (4, 32, 32), "float16", "samples", 1000, "identity")
         monkeypatch.setattr(recipe, "read_manifest", lambda path: manifest)
     Experiment.of_config(composed(*overrides)).check()
@@ -266,10 +269,11 @@ def test_every_key_is_on_its_page():
 
 def test_every_published_row_is_on_the_page_of_recipes():
     named = set()
-    for pattern in re.findall(r"`(imagenet\d+_[\w{},]+)`", PAGES["training"]):
+    for pattern in re.findall(r"`((?:imagenet\d+|coco)_[\w{},]+)`", PAGES["training"]):
         parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
         named |= {"".join(chosen) for chosen in product(*parts)}
-    assert named == {file.stem for file in (ROOT / "configs/experiment").glob("imagenet*.yaml")}
+    files = (ROOT / "configs/experiment").glob("*.yaml")
+    assert named == {file.stem for file in files if file.stem.startswith(("imagenet", "coco"))}
 
 
 def test_every_option_of_a_group_is_on_the_page_of_configurations():

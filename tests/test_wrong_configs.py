@@ -48,7 +48,8 @@ INPUTS = {"latents": (80, 16, 8, 8), "text": (80, 5, 48), "pooled": (80, 24), "m
 COMPLETE = {
     "train": "", "sample": "run=r", "fid": FILES, "encode": ENCODE, "convert": CONVERT,
     "finetune": FINETUNE, "data=imagenet256": IMAGENET, "evaluation=adm": ADM,
-    "evaluation=all": "evaluation=all evaluation.reference=x", "guidance=auto": "guidance=auto guidance.weak_run=r",
+    "evaluation=all": "evaluation=all evaluation.reference=x", "data=coco256": "data=coco256 data.path=x",
+    "evaluation=coco": "evaluation=coco evaluation.reference=x", "guidance=auto": "guidance=auto guidance.weak_run=r",
 }  # fmt: skip
 # (programs, the rule in the message, values of single keys that break it). Keys without a value here or in KEYS
 # are only checked for their type.
@@ -135,6 +136,7 @@ VALUES = [
 KEYS = [
     ("train", f"{SYNTHETIC} data.num_held_out=1024", "must be in [0, 1023]"),
     ("train", f"{SYNTHETIC} data.num_entries=2000000", "must give at most 268435456 numbers"),
+    ("train", "model.text=[1]", "must be the shape of captions"),
     ("train", "routing.schedule=linear routing.end_factor=2", "times selection_ratio=0.5 of the route of blocks 2 to 4 must be in"),
     ("train", "routing.schedule=linear routing.end_factor=0 routing.num_levels=1", "must be at least 2"),
     ("train", "sampler.S_min=2 sampler.S_max=1", "must be greater than sampler.S_min=2.0"),
@@ -232,7 +234,7 @@ RULES = [
     ("sample", "run=empty", "run=empty has no checkpoint yet"),
     ("sample", "run=unconditional class_label=0", "class_label=0 must be null for an unconditional network (num_classes=0)"),
     ("sample", "run=unconditional guidance_scale=2", "guidance_scale=2.0 must be 1 for an unconditional network"),
-    ("fid", f"{FILES} suite=none", "suite=none must be one of adm, adm_5k, all, digits, glyphs"),
+    ("fid", f"{FILES} suite=none", "suite=none must be one of adm, adm_5k, all, coco, digits, glyphs, scenes"),
     ("fid", "samples=file", "reference must be given for scoring samples in files"),
     ("fid", f"{RUN} samples=file", "samples=file does not apply to scoring a network"),
     ("fid", f"{FILES} suite=digits kid=true", "kid=True does not apply to suite=digits"),
@@ -365,7 +367,7 @@ def wrong_values():
             (program, completed(program, v), rule) for program in programs.split() for v in values.split()
         ]
     by_hand = {(program, key_of(overrides)) for program, overrides, _ in rows}
-    by_hand.add(("train", "optimizer.betas"))  # a list
+    by_hand |= {("train", "optimizer.betas"), ("train", "data.text")}  # a list, a dictionary
     rows.append(("train", "evaluation=all evaluation.reference=x evaluation.encoders=1", WRONG_TYPE))
     by_hand.add(("train", "evaluation.encoders"))  # a list of texts, to which OmegaConf converts numbers
     for program in PROGRAMS:

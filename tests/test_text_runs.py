@@ -1,0 +1,145 @@
+"""Runs on scenes: train, resume, sample prompts, score; one key switches to classes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import fid
+import sample
+from builders.sampling import open_run
+from data import read_manifest
+from runtime.errors import UserError
+from runtime.scenes import KINDS, parse
+from tests.runs import composed, interrupted, metrics, tiny_run, tiny_trainer
+from training.fit import run_training
+
+SMALL = ("model/size=tiny", "model.hidden_size=32", "model.depth=6", "train.batch_size=8")
+SMALL += ("train.total_steps=6", "train.log_every=3", "train.save_every=2", "train.eval_every=3")
+SMALL += ("train.sample_every=6", "sampler.num_steps=2")
+
+
+def scene_run(folder, *overrides):
+    return ("data=scenes", f"data.path={folder / 'scenes'}", "data.num_images=96", *SMALL, *overrides)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for name in ("prefix", "cross"):
+        tiny_run(folder / name, *scene_run(folder, f"model/conditioning={name}", "model=tread"))
+    tiny_run(folder / "class", *scene_run(folder, "model/conditioning=class", "model=dit"))
+    return folder
+
+
+def draw(folder, run, *overrides):
+    out = folder / "out.npz"
+    options = (f"run={folder / run}", f"out={out}", "overwrite=true", "mixed_precision=no", "num_steps=2")
+    sample.main(composed(*options, *overrides, config_name="sample"))
+    with np.load(out) as arrays:
+        return arrays["arr_0"], arrays["arr_1"], json.loads(out.with_suffix(".json").read_text())
+
+
+def weights(run):
+    return load_file(run / "checkpoints/step_00000006/net.safetensors")
+
+
+@pytest.mark.parametrize("name", ["prefix", "cross"])
+def test_a_run_resumes_bitwise(name, folder):
+    keys = scene_run(folder, f"model/conditioning={name}", "model=tread")
+    stopped = folder / f"stopped_{name}"
+    interrupted(*tiny_trainer(stopped, *keys), at=4)
+    run_training(*tiny_trainer(stopped, *keys))
+    assert metrics(folder / name)[-1] == metrics(stopped)[-1]
+    whole, resumed = weights(folder / name), weights(stopped)
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+def test_one_key_switches_between_classes_and_captions(folder):
+    nets = {name: open_run(folder / name).precond.net for name in ("class", "prefix", "cross")}
+    assert nets["class"].num_classes == 7 and nets["class"].text is None
+    assert nets["class"].y_embedder is not None and nets["prefix"].y_embedder is None
+    assert nets["prefix"].num_prefix_tokens == 9 and nets["cross"].num_prefix_tokens == 0
+    losses = [metrics(folder / name)[-1]["val_loss_dense"] for name in nets]
+    assert all(np.isfinite(losses)) and len(set(losses)) == 3
+
+
+def test_a_prompt_is_drawn_with_its_text(folder):
+    prompt = "Two red squares left of a blue circle"
+    images, texts, record = draw(folder, "prefix", f"prompt='{prompt}'", "num_samples=3")
+    assert images.shape == (3, 32, 32, 3) and texts.tolist() == [prompt] * 3
+    assert record["prompt"] == prompt and record["labels"] == "balanced"
+    picture = np.asarray(Image.open(folder / "out.png"))
+    assert len(picture) > 68 + 14, "the prompt takes several lines"
+    other, _, _ = draw(folder, "prefix", "prompt='a green diamond'", "num_samples=3")
+    assert not np.array_equal(images, other)
+
+
+def test_a_file_of_prompts_is_drawn_in_turn(folder):
+    prompts = ["a circle", "three squares"]
+    (folder / "prompts.txt").write_text("\n".join(prompts) + "\n")
+    images, texts, record = draw(folder, "cross", f"prompts={folder / 'prompts.txt'}", "num_samples=4")
+    assert texts.tolist() == prompts * 2 and record["prompts"]["file"] == str(folder / "prompts.txt")
+    alone, _, _ = draw(
+        folder, "cross", "prompt='three squares'", "num_samples=1", "first_seed=1", "batch_size=4"
+    )
+    assert np.abs(images[1].astype(int) - alone[0]).max() <= 1
+
+
+def test_without_prompts_held_out_captions_are_drawn_from_the_seeds(folder):
+    _, texts, _ = draw(folder, "prefix", "num_samples=20")
+    held_out = read_manifest(folder / "scenes").text["prompts"]
+    assert {*texts.tolist()} <= {*held_out} and len({*texts.tolist()}) > 1
+    _, later, _ = draw(folder, "prefix", "num_samples=5", "first_seed=10")
+    assert later.tolist() == texts[10:15].tolist()
+
+
+def score(folder, *overrides):
+    out = folder / "scores.json"
+    keys = ("suite=scenes", f"reference={folder / 'scenes'}", f"out={out}", "overwrite=true")
+    fid.main(composed(*keys, *overrides, config_name="fid"))
+    return json.loads(out.read_text())
+
+
+def test_attributes_of_samples_and_of_real_images_are_scored(folder, capsys):
+    drawn = ("num_samples=14", "num_steps=2", "mixed_precision=no")
+    of_run = score(folder, f"run={folder / 'prefix'}", *drawn)
+    assert of_run["comparisons"]["real held-out"]["accuracy"] == 1
+    assert of_run["values"]["accuracy"] == 0 and np.isfinite(of_run["values"]["fd_cells"])
+    draw(folder, "prefix", "num_samples=14")
+    of_file = score(folder, f"samples={folder / 'out.npz'}")
+    assert of_file["values"] == pytest.approx(of_run["values"], abs=0.05)
+    assert {parse(text).kind for text in np.load(folder / "out.npz")["arr_1"].tolist()} <= {*KINDS}
+    draw(folder, "class", "num_samples=14")
+    with pytest.raises((UserError, SystemExit), match="accuracy needs labels that are prompts"):
+        score(folder, f"samples={folder / 'out.npz'}")
+
+
+def test_scores_are_logged_during_training(folder):
+    keys = ("evaluation=scenes", "evaluation.num_samples=6", "train.eval_every=6", "train.sample_every=null")
+    tiny_run(folder / "scored", *scene_run(folder, *keys))
+    assert metrics(folder / "scored")[-1]["accuracy"] == 0
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "message"),
+    [
+        ("class", ["prompt='a circle'"], "prompt=a circle does not apply: the network takes no captions"),
+        ("prefix", ["class_label=1"], "class_label=1 must be null: the network takes captions"),
+        ("prefix", ["prompt='a dog'"], "dog must be one of the words of the data: a, two, three"),
+        ("prefix", ["prompts=missing.txt"], "prompts=missing.txt cannot be read"),
+        ("prefix", ["prompt='a circle'", "prompts=missing.txt"], "must not be given together"),
+    ],
+)
+def test_wrong_requests_are_one_clear_error(run, options, message, folder):
+    with pytest.raises((UserError, SystemExit), match=message):
+        draw(folder, run, *options)
+
+
+@pytest.mark.parametrize("data", ["digits", "mixture", "synthetic"])
+def test_data_without_captions_are_refused(data, tmp_path):
+    with pytest.raises(ValueError, match="model/conditioning=prefix needs data with captions"):
+        tiny_trainer(tmp_path / "run", f"data={data}", "model/conditioning=prefix")
