@@ -115,14 +115,11 @@ class Suite:
             raise ValueError(f"{name}: images are {shape}, must be {expected} as in the reference")
 
     def check_labels(self, labels: np.ndarray, name: str) -> None:
-        """Raise a ValueError unless labels are classes of the reference, or captions, as metrics need them;
-        `name` stands for the images.
-        """
-        for metric in (metric for metric in self.metrics if metric.needs_labels):
-            if metric.needs_captions != (labels.dtype.kind == "U"):
-                kind = "prompts" if metric.needs_captions else "classes"
-                raise ValueError(f"{name}: {metric.keys[0]} needs labels that are {kind}")
-        if labels.dtype.kind == "U":
+        """Raise a ValueError if a label is not a class of the reference; `name` stands for the images."""
+        if _are_captions(labels):
+            needing = [m.keys[0] for m in self.metrics if m.needs_labels and not m.needs_captions]
+            if needing:
+                raise ValueError(f"{name}: {needing[0]} needs classes, but the labels are prompts")
             return
         known = labels if self.reference.labels is None else np.unique(self.reference.labels)
         unknown = np.setdiff1d(labels, known)
@@ -186,6 +183,10 @@ class Suite:
         warnings = self.warnings(num_images, images.shape)
         scores = Scores(num_images, samples.images_sha256, cost, warnings=warnings)
         for metric in self.metrics:
+            if metric.needs_captions and not _are_captions(labels):
+                reason = "the samples were not drawn from prompts"
+                scores.left_out |= {self.score_name(key, num_images): reason for key in metric.keys}
+                continue
             compared = held_out if metric.held_out else reference
             missing = [need for need in metric.needs_of_reference if need not in compared.statistics]
             if missing:
@@ -246,6 +247,10 @@ class Suite:
         if not self.launch.is_main:
             return FeatureSet()
         return add_up(parts, needs, images.count, self.launch.device)
+
+
+def _are_captions(labels: np.ndarray | None) -> bool:
+    return labels is not None and labels.dtype.kind == "U"
 
 
 def code_of(detector: Detector) -> dict[str, Any]:

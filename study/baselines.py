@@ -33,6 +33,7 @@ from runtime.launch import ALONE
 from runtime.provenance import environment
 from study.twins import LOSS, NUM_SAMPLES, STUDIES
 
+MAX_DIMENSIONS = 4096  # of Gaussians, whose covariances take hours beyond
 TASKS = {"digits": ("data=digits",), "mixture": ("data=mixture",)}
 TASKS |= {"glyphs": ("data=glyphs", "data.num_images=32768")}
 TASKS |= {
@@ -52,9 +53,10 @@ class GaussianDenoiser:
 
     def __init__(self, samples: np.ndarray, labels: np.ndarray, has_spread: bool):
         self.parts = {}
-        for label, (mean, covariance) in gaussians(samples, labels).items():
-            variances, basis = np.linalg.eigh(covariance * has_spread)
-            self.parts[label] = [torch.from_numpy(a) for a in (mean, variances, basis)]
+        for label in np.unique(labels).tolist():
+            mean, covariance = gaussian(samples[labels == label], has_spread)
+            arrays = (mean,) if covariance is None else (mean, *np.linalg.eigh(covariance))
+            self.parts[label] = [torch.from_numpy(array) for array in arrays]
 
     def __call__(
         self, x_t: torch.Tensor, alpha: torch.Tensor, sigma: torch.Tensor, class_labels: torch.Tensor
@@ -63,20 +65,23 @@ class GaussianDenoiser:
         x, out = x_t.double().flatten(1), torch.empty(x_t.shape, dtype=torch.float64).flatten(1)
         alpha, sigma = (value.double().reshape(-1, 1).expand(len(x), 1) for value in (alpha, sigma))
         for label in class_labels.unique().tolist():
-            ids, (mean, variances, basis) = class_labels == label, self.parts[label]
+            ids, (mean, *spread) = class_labels == label, self.parts[label]
+            if not spread:
+                out[ids] = mean
+                continue
+            variances, basis = spread
             # E[x | x_t] = mu + V alpha lambda / (alpha^2 lambda + sigma^2) V^T (x_t - alpha mu)
             gain = alpha[ids] * variances / (alpha[ids] ** 2 * variances + sigma[ids] ** 2)
             out[ids] = mean + (gain * ((x[ids] - alpha[ids] * mean) @ basis)) @ basis.T
         return out.view(x_t.shape)
 
 
-def gaussians(samples: np.ndarray, labels: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Return mean and shrunk covariance of each class, for samples (N, ...)."""
+def gaussian(samples: np.ndarray, has_spread: bool = True) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the mean of samples (N, ...), and their shrunk covariance if it is needed."""
     from sklearn.covariance import ledoit_wolf
 
     flat = samples.reshape(len(samples), -1).astype(np.float64)
-    classes = {int(label): flat[labels == label] for label in np.unique(labels)}
-    return {label: (part.mean(axis=0), ledoit_wolf(part)[0]) for label, part in classes.items()}
+    return flat.mean(axis=0), ledoit_wolf(flat)[0] if has_spread else None
 
 
 def draw(images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -84,8 +89,8 @@ def draw(images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray
     rng = np.random.default_rng(0)
     drawn = rng.choice(labels, NUM_SAMPLES)
     pixels = np.empty((NUM_SAMPLES, images[0].size))
-    for label, (mean, covariance) in gaussians(images, labels).items():
-        ids = drawn == label
+    for label in np.unique(labels).tolist():
+        ids, (mean, covariance) = drawn == label, gaussian(images[labels == label])
         pixels[ids] = rng.multivariate_normal(mean, covariance, ids.sum(), method="eigh")
     return pixels.clip(0, 255).round().astype(np.uint8).reshape(-1, *images.shape[1:]), drawn
 
@@ -96,10 +101,8 @@ def losses(experiment: Experiment, dataset: LatentDataset) -> dict[str, dict[str
     latents = dataset.manifest.to_latents(latents, torch.Generator().manual_seed(0)).numpy()
     batches = partial(held_out_batches, dataset, EVALUATION_BATCH, torch.device("cpu"), rank=0, world_size=1)
     sigma_data, loss = dataset.manifest.std or 0.5, experiment.loss(experiment.meta_net)
-    filters = {
-        name: GaussianDenoiser(latents, labels.numpy(), name == "class Gaussians")
-        for name in ("class means", "class Gaussians")
-    }
+    names = ("class means", "class Gaussians") if latents[0].size <= MAX_DIMENSIONS else ("class means",)
+    filters = {n: GaussianDenoiser(latents, labels.numpy(), n == "class Gaussians") for n in names}
     best = {"val_loss_optimal": dataset.posterior_mean} if isinstance(dataset, MixtureDataset) else {}
     preconds = {key: OptimalPrecond(denoiser, sigma_data) for key, denoiser in (filters | best).items()}
     values = DenseLoss(preconds, loss, batches, ALONE.sum, torch.device("cpu"))(0)
@@ -113,7 +116,8 @@ def scores(experiment: Experiment, dataset: LatentDataset) -> dict[str, dict[str
     suite = build_suite(experiment.evaluation, reference, ALONE)
     images, labels = reference.images.array, reference.labels
     ids = np.random.default_rng(2).permutation(len(images))[:NUM_SAMPLES]
-    drawn = {"class Gaussians": draw(images, labels), "real training": (images[ids], labels[ids])}
+    drawn = {"class Gaussians": draw(images, labels)} if images[0].size <= MAX_DIMENSIONS else {}
+    drawn["real training"] = images[ids], labels[ids]
     scores = {name: suite.score(ArrayImages(pixels), classes) for name, (pixels, classes) in drawn.items()}
     return {name: score.values for name, score in (scores | comparisons(suite, NUM_SAMPLES)).items()}
 

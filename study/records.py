@@ -17,7 +17,8 @@ OURS = (Path(__file__).parent / "results", results.RESULTS)
 EARLIER = ("digits", "mixture", "glyphs", "depth", "width", "tokens", "backbones", "full", "lora")
 EXCESS = "excess"  # weighted squared distance to the optimal denoiser
 # Scores that are compared as a ratio. The others are fractions and are compared as a difference.
-DISTANCES = ("fd_pixel_held_out", "fd_classifier_held_out", "fd_pixel", "fd_classifier")
+DISTANCES = ("fd_pixel_held_out", "fd_classifier_held_out", "fd_cells_held_out")
+DISTANCES += ("fd_pixel", "fd_classifier", "fd_cells")
 RATIOS = (EXCESS, LOSS, "train_loss", *DISTANCES, "val_loss_dense")
 EVALUATION = ("arm", "seed", "step", "guidance", "noise")
 MAX_GAP = 1.5  # largest ratio between the costs of two evaluations to interpolate, because curves are bent
@@ -162,6 +163,7 @@ def compare(
     arms: Sequence[str],
     at: str = "end",
     guidance: Sequence[str] = (UNGUIDED, UNGUIDED),
+    than: str | None = None,
 ) -> Effect | None:
     """Return the change of a score from the second arm to the first; None without records.
 
@@ -170,9 +172,27 @@ def compare(
             third.
         at: `end` or `best` (see `Records.scores`), or `gflop`: at equal cost.
         guidance: of the first and of the second arm of each two.
+        than: another study, whose change is subtracted.
 
     At equal cost, and if one arm is compared with itself under other guidance, scores are paired by seed.
     """
+    groups, signs = changes_of(records, study, key, arms, at, guidance)
+    if than is not None:
+        subtracted, of_other = changes_of(records, than, key, arms, at, guidance)
+        groups, signs = [*groups, *subtracted] if subtracted else [], (*signs, *(-sign for sign in of_other))
+    if not groups:
+        return None
+    if len(groups) == 1 or than is not None:
+        return effect_of(groups, signs)
+    others = [scaled(records.scores(study, a, key, at), key) for a in records.arms(study) if a not in arms]
+    others = [[*of_arm.values()] for of_arm in others if {*guidance} == {UNGUIDED}]
+    return effect_of(groups, signs, others)
+
+
+def changes_of(
+    records: Records, study: str, key: str, arms: Sequence[str], at: str, guidance: Sequence[str]
+) -> tuple[list[list[float]], tuple[int, ...]]:
+    """Return groups of scores and their signs, see `compare`: one group of changes if scores are paired."""
     signs = (1, -1, -1, 1)[: len(arms)]
     if at == "gflop":
         found = at_equal_cost(records, study, key, arms)
@@ -181,14 +201,12 @@ def compare(
         found = [records.scores(study, arm, key, at, g) for arm, g in each]
     groups = [scaled(scores, key) for scores in found]
     if not all(groups):
-        return None
+        return [], ()
     if at == "gflop" or arms[0] == arms[1]:
         seeds = sorted(set.intersection(*({*scores} for scores in groups)))
         changes = [sum(s * scores[seed] for s, scores in zip(signs, groups, strict=True)) for seed in seeds]
-        return effect_of([changes], (1,)) if changes else None
-    others = [scaled(records.scores(study, a, key, at), key) for a in records.arms(study) if a not in arms]
-    others = [[*of_arm.values()] for of_arm in others if {*guidance} == {UNGUIDED}]
-    return effect_of([[*scores.values()] for scores in groups], signs, others)
+        return ([changes], (1,)) if changes else ([], ())
+    return [[*scores.values()] for scores in groups], signs
 
 
 def at_equal_cost(records: Records, study: str, key: str, arms: Sequence[str]) -> list[Scores]:

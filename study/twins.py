@@ -43,7 +43,8 @@ UNGUIDED, NUM_SAMPLES, NUM_STEPS, NUM_NOISES = "none", 2000, 40, 3
 MAX_LR = 0.1
 LOSS = "val_loss_dense_ema"
 SCORES = (LOSS, "val_loss_optimal", "excess", "sharpening", "fd_pixel", "fd_pixel_held_out", "memorised")
-SCORES += ("fd_classifier", "fd_classifier_held_out", "label_accuracy", "precision", "recall")
+SCORES += ("fd_classifier", "fd_classifier_held_out", "fd_cells", "fd_cells_held_out")
+SCORES += ("label_accuracy", "accuracy", "precision", "recall")
 NOT_FINITE = "no finite loss or gradient"  # in the log of a training that diverged
 ROUTED = ("model=tread",)
 TWINS = {"dense": ("model=dit",), "routed": ROUTED}
@@ -153,9 +154,28 @@ STUDIES["stacks-256"] = Study(
     num_steps=10,
     features=True,
 )
+# The same scenes at 32, 64 and 128 pixels, with captions in two ways, or their kinds as classes.
+TEXT = ("data.num_images=20000", "model.patch_size=4", "model.hidden_size=64", "model.depth=12", *STABLE)
+CONDITIONED = {
+    f"{twin}, {name}": (*keys, f"model/conditioning={name}")
+    for name in ("prefix", "cross", "class")
+    for twin, keys in TWINS.items()
+}
+for tokens, side, number in ((64, 32, 6), (256, 64, 4), (1024, 128, 4)):
+    arms = dict([*CONDITIONED.items()][:number])  # with classes for 64 tokens alone
+    STUDIES[f"scenes-{tokens}"] = Study(
+        *("scenes", (*TEXT, f"data.input_size={side}"), arms, 3000, 0.004),
+        search_seeds=(),
+        seeds=(0, 1, 2, 3, 4),
+        evaluations=8,
+        noises=1,
+        scales=(2.0,),
+        num_samples=350,
+        num_steps=10,
+    )
 TINY = ("model.hidden_size=32", "train.batch_size=4", "train.log_every=1", "train.compile=false")
 TINY += ("optimizer.warmup_steps=0", "model.num_heads=2")
-TINY_DATA = {"glyphs": ("data.num_images=2048",)}
+TINY_DATA = {"glyphs": ("data.num_images=2048",), "scenes": ("data.num_images=640",)}
 TINY_STEPS = 4
 COLUMNS = {
     "arm": "{}",

@@ -46,6 +46,7 @@ RECIPE = {
         "mlp_ratio": 4.0,
         "num_classes": 1000,
         "class_dropout_prob": 0.1,
+        "text": None,
         "learn_sigma": False,
         "init": "adaln_zero",
         "block": {"_target_": "models.blocks.DiTBlock"},
@@ -311,7 +312,9 @@ def test_parity_turns_all_official_details_together(model):
 
 
 def test_the_model_group_is_the_signature_of_the_network():
-    assert set(written()["model"]) - {"_target_"} == set(inspect.signature(DiT).parameters)
+    written_keys = set(written("data=scenes")["model"])
+    assert written_keys - {"_target_"} == set(inspect.signature(DiT).parameters)
+    assert written_keys - set(written()["model"]) == {"conditioning"}, "its option class has no key"
 
 
 @pytest.mark.parametrize(

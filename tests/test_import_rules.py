@@ -230,13 +230,13 @@ BUDGET = {
     "builders": 2965,  # prompts; drawing, which was in diffusion before; sharing of weights; alignment
     "data": 3590,  # captions, words, scenes, tars; four classes of autoencoders, features of patches
     "diffusion": 1820,  # internal guidance
-    "evaluation": 2655,  # scenes, CLIP score; encoders of timm, seven scores, intervals
+    "evaluation": 2660,  # scenes, CLIP score; encoders of timm, seven scores, intervals
     "examples": 461,  # a fine-tune that shares its weights
     "models": 1440,  # captions; two ablations of the window; projector, inner head, wide head
     "reports": 830,  # differences and the noise of retraining
     "routing": 2850,  # what pipelines pass; rows; types of routes and ratios
     "runtime": 2195,  # scenes; 75 of them explain --help and misspelt options; nodes, parts, pictures
-    "study": 1650,  # baselines, gates, searched rates, failures; a self-supervised encoder
+    "study": 1715,  # scenes; baselines, gates, searched rates, failures; a self-supervised encoder
     "tests": 24830,
     "training": 2945,  # sharded weights and checkpoints, errors of one rank; alignment, averages of any width
 }

@@ -150,7 +150,9 @@ def test_a_class_without_images_is_printed_and_never_drawn(tmp_path, capsys):
     with pytest.raises(UserError, match="class_label=1 has no images in the training data"):
         sample.main(composed(*options, "class_label=1", "overwrite=true", config_name="sample"))
     reference = reference_of(open_latents(tmp_path / "latents"), IdentityEncoder(), "x")
-    compared = comparisons(SimpleNamespace(reference=reference, score=lambda images, labels: labels), 7)
+    compared = comparisons(
+        SimpleNamespace(reference=reference, metrics=[], score=lambda images, labels: labels), 7
+    )
     assert compared["class means"].tolist() == [0, 2, 3, 0, 2, 3, 0]
 
 

@@ -352,7 +352,7 @@ def test_a_kill_while_parts_are_joined_loses_no_parts(
     with monkeypatch.context() as patch:
         # A killed process does not clean up.
         patch.setattr("data.writer.shutil.rmtree", lambda *_, **__: None)
-        patch.setattr(LatentWriter, "append", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(LatentWriter, "append", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(photos, tmp_path / "out", vae)
     assert (tmp_path / "out.partial" / ".joined.partial" / "latents.npy").exists()

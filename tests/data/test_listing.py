@@ -198,7 +198,7 @@ LISTED = "images/a b/0.png\t1\nimages/c/1.png\t10\nimages/d/2.png\t2\n"
         (b"nowhere.png 3\n", r"nowhere.png not found \(1 of 1\)"),
         (b"\n", "lists no images"),
         (b"edm/\xff.png 3\n", "list.txt must be a list in UTF-8"),
-        (None, "list.txt cannot be read as a folder or a zip"),
+        (None, "list.txt cannot be read as a folder, zip or tar"),
     ],
 )
 def test_lists_of_any_tool_have_the_same_classes(tmp_path, data, message):

@@ -260,7 +260,7 @@ def test_the_cost_of_an_image_counts_every_forward():
         (lambda: PathDropGuidance(2.0)(Branch(DENSE, LABELS)), "path_drop needs a network with routes"),
         (lambda: CFG(2.0)(Branch(UNCONDITIONAL, None)), "=2.0 must be 1 for an unconditional network"),
         # Weak networks of another path, or with other routes.
-        (lambda: weaker_by(FlowPrecond(NET))(strong()), "its path, latent shape and num_classes .FlowPath"),
+        (lambda: weaker_by(FlowPrecond(NET))(strong()), "its path, latent shape and condition .FlowPath"),
         (lambda: weaker_by(DENSE, SparseGuidance(2.0, weak_run="w"))(strong()), "run=w: it has 0 routes"),
         (lambda: AutoGuidance(2.0)(strong()), "guidance=auto needs guidance.weak_run, guidance.weak_c"),
         (lambda: SparseGuidance(2.0, masks="fixed")(strong()), "need Branch"),

@@ -18,7 +18,6 @@ from evaluation import (
     frechet_distance,
 )
 from evaluation.pictures import (
-    CAPTION_HEIGHT,
     OVER_TIME,
     in_turn,
     row_height,
@@ -28,6 +27,7 @@ from evaluation.pictures import (
 )
 from runtime.errors import UserError
 from runtime.launch import ALONE, Launch
+from runtime.pictures import CAPTION_HEIGHT
 from tests.runs import TINY, composed, tiny_trainer, validated
 
 

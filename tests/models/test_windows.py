@@ -128,9 +128,9 @@ def test_separate_halves_save_half_of_the_attention_of_the_window():
     [
         (
             {"window": "separate", "num_prefix_tokens": 2},
-            r"num_prefix_tokens=2 must be 0 with model.window=sep",
+            r"num_prefix_tokens=2 must be 0, and model/conditioning not prefix, with model.window=sep",
         ),
-        ({"block": "self_logit", "num_prefix_tokens": 2}, "and with model/block=self_logit"),
+        ({"block": "self_logit", "num_prefix_tokens": 2}, "or model/block=self_logit"),
         ({"window": "separate", "rejoin": Fuse}, "model.window=separate must have model/rejoin=bypass"),
         ({"window": "separate", "rejoin": Mask}, "model.window=separate must have model/rejoin=bypass"),
         ({"window": "none"}, "model.window=none must be"),
