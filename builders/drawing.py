@@ -31,7 +31,7 @@ from runtime.parts import Part, PartCache, as_json, saved_key
 from runtime.provenance import flatten, source_sha256
 
 LEFT_OPEN = {"mixed_precision": "auto", "batch_size": None, "compile": "auto"}
-PATHS = ("run", "checkpoint", "encoder.name")  # hashes identify the weights
+PATHS = ("run", "checkpoint", "encoder.name", "prompts.file")  # hashes identify the weights
 TOKENS_AT_ONCE = 4096  # on a CPU; larger batches are not faster (benchmarks/LOG.md)
 MAX_BATCH, MEMORY_SHARE, PROBE_BATCH = 256, 0.25, 8
 # Constants make the decision to compile the same in every start: FLOPs per second of uncompiled blocks (per

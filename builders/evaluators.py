@@ -117,13 +117,14 @@ def _image_model(
     experiment: Experiment, dataset: LatentDataset, launch: Launch, denoiser: Precond
 ) -> tuple[ImageModel, Any]:
     manifest, official = dataset.manifest, experiment.decoding == "official"
+    condition: tuple[Any, ...] = (manifest.trained_classes, manifest.class_names)
     try:
         encoder = encoder_for(manifest, launch.device, dataset.encoder, official=official)
+        if experiment.takes_text:
+            condition = text_condition(manifest, launch.device)
     except ValueError as error:
         raise ValueError(f"{error}. To train without: train.sample_every=null evaluation=none") from error
     guidance = experiment.guidance(lambda run, checkpoint: open_run(run, checkpoint, launch=launch).precond)
-    decode, classes = image_decoder(manifest, encoder, official), manifest.trained_classes
-    parts = [denoiser, experiment.sampler(), guidance, decode, launch.device, classes, manifest.class_names]
-    if experiment.takes_text:
-        parts[5:] = text_condition(manifest, launch.device)
-    return ImageModel(*parts), encoder
+    decode = image_decoder(manifest, encoder, official)
+    parts = (denoiser, experiment.sampler(), guidance, decode, launch.device)
+    return ImageModel(*parts, *condition), encoder

@@ -1,10 +1,12 @@
 """Rules across groups of a training configuration, and rules of data and evaluation."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from builders.schemas import TrainConfig
+from models import TextShape
 from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.provenance import flatten
 from runtime.targets import walk
@@ -110,5 +112,8 @@ def check_latents(experiment: "Experiment") -> None:
     net, shape, num_classes = experiment.meta_net, experiment.latent_shape, experiment.num_classes
     if net.latent_shape != shape:
         raise ValueError(f"the model takes latents of {net.latent_shape}, but the data have {shape}")
+    text = experiment.data_node.arguments.get("text")
+    if net.text is not None and (text is None or net.text != TextShape(**text)):
+        raise ValueError(f"model.text={asdict(net.text)} must be data.text={text}")
     if net.num_classes != num_classes:
         raise ValueError(f"model.num_classes={net.num_classes} must be data.num_classes={num_classes}")

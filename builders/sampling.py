@@ -37,6 +37,7 @@ from training.run_folder import RunFolder
 from training.weights import find_mismatch, load_weights, read_weights
 
 MAX_SLUG = 60  # letters of a prompt in the name of a file
+MAX_PROMPTS = 1000  # that are embedded once, and kept
 MAX_TOKENS = 2**16  # 4096x4096 pixels with an autoencoder of factor 8 and patches of 2
 GROUPS = ("sampler", "guidance")
 STD = re.compile(r"std(0?\.\d+)")  # a checkpoint of ema=post_hoc
@@ -59,7 +60,7 @@ class SamplingConfig:
     labels: str = "random"  # random (from the seeds) or balanced (the classes in turn)
     class_label: int | None = None  # draw only this class
     prompt: str | None = None  # draw only this prompt, from a network with captions
-    prompts: str | None = None  # a file with a prompt in each line, in turn; None: held-out captions
+    prompts: str | None = None  # a file with a prompt in each line, in turn; None: captions of the data
     text_encoder: str | None = None  # its folder or name; None: as in the manifest of the latents
     guidance_scale: float | None = None
     num_steps: int | None = None
@@ -194,10 +195,11 @@ def open_model(
     encoder_name = request.encoder or data.get("encoder")
     options = {"allow_other": request.allow_other_encoder, "official": official}
     encoder = encoder_for(manifest, launch.device, encoder_name, **options)
-    decode, classes = image_decoder(manifest, encoder, official), manifest.trained_classes
-    parts = [run.precond, run.sampler, run.guidance, decode, launch.device, classes, manifest.class_names]
+    decode = image_decoder(manifest, encoder, official)
+    condition: tuple[Any, ...] = (manifest.trained_classes, manifest.class_names)
     if experiment.takes_text:
-        parts[5:] = text_condition(manifest, launch.device, prompts_of(request), request.text_encoder)
+        condition = text_condition(manifest, launch.device, prompts_of(request), request.text_encoder)
+    parts = (run.precond, run.sampler, run.guidance, decode, launch.device, *condition)
     networks = [  # not determined by the weights
         {key: source.written[key] for key in ("model", "diffusion")}
         for source in (experiment, *run.weak.values())
@@ -302,7 +304,7 @@ def complete(request: T, experiment: Experiment) -> T:
     if (weak := groups["guidance"]).get("weak_checkpoint") is not None and weak["weak_run"] is None:
         groups["guidance"] = {**weak, "weak_run": request.run}
     given = {"mixed_precision": precision, "compile": compiled, "decoding": decoding, **groups}
-    if request.prompt or request.prompts:
+    if request.prompt is not None or request.prompts is not None:
         given["labels"] = "balanced"
     return replace(request, **given)
 
@@ -324,15 +326,14 @@ def prompts_of(request: SamplingConfig) -> list[str] | None:
 
 def check_prompts(request: SamplingConfig, experiment: Experiment) -> None:
     """Check the keys of prompts; word by word, if the data have a vocabulary."""
-    keys = ("prompt", "prompts", "text_encoder")
-    given = [key for key in keys if getattr(request, key) is not None]
+    given = [key for key in ("prompt", "prompts", "text_encoder") if getattr(request, key) is not None]
     if given and not experiment.takes_text:
         value = getattr(request, given[0])
         raise ValueError(f"{given[0]}={value} does not apply: the network takes no captions")
     if given[:2] == ["prompt", "prompts"]:
         raise ValueError("prompt and prompts must not be given together")
-    prompts = prompts_of(request)
-    if prompts and "words" in (text := experiment.details["data"]["manifest"]["text"]):
+    manifest = manifest_from(experiment.details["data"]["manifest"], f"{request.name}: data.manifest")
+    if (prompts := prompts_of(request)) and "words" in (text := manifest.text or {}):
         Words(text["words"], text["num_tokens"])(prompts)
 
 
@@ -348,13 +349,12 @@ def text_condition(
         prompts: None: the manifest's, which are held-out captions.
     """
     text = manifest.text or {}
-    encoder = text_encoder_for(text, device, text_encoder)
-
-    def encode(chosen: np.ndarray) -> torch.Tensor:
-        embedded = torch.from_numpy(encoder(chosen.tolist()))
-        return embedded if embedded.is_floating_point() else embedded.long()
-
-    return np.array(prompts or text["prompts"]), None, encode
+    encoder, texts = text_encoder_for(text, device, text_encoder), [*(prompts or text["prompts"])]
+    if len(texts) > MAX_PROMPTS:
+        return np.array(texts), None, lambda chosen: torch.from_numpy(encoder(chosen.tolist()))
+    # A language model is not needed again.
+    rows, embedded = {text: i for i, text in enumerate(texts)}, torch.from_numpy(encoder(texts))
+    return np.array(texts), None, lambda chosen: embedded[[rows[text] for text in chosen.tolist()]]
 
 
 def _name(run: OpenedRun, request: SamplingConfig) -> str:
@@ -363,9 +363,9 @@ def _name(run: OpenedRun, request: SamplingConfig) -> str:
     parts = [name, *objective, f"n{request.num_samples}", f"seed{request.first_seed}"]
     if request.class_label is not None:
         parts += [f"class{request.class_label}"]
-    elif prompts := request.prompt or request.prompts:
-        digest = hashlib.sha256(str(prompts_of(request)).encode()).hexdigest()[:8]
-        parts += [f"{re.sub(r'[^0-9A-Za-z]+', '-', prompts)[:MAX_SLUG]}-{digest}"]
+    elif prompts := prompts_of(request):
+        digest = hashlib.sha256(str(prompts).encode()).hexdigest()[:8]
+        parts += [f"{re.sub(r'[^0-9A-Za-z]+', '-', prompts[0])[:MAX_SLUG]}-{digest}"]
     elif request.labels == "balanced":
         parts += ["balanced"]
     scale = request.guidance.get("guidance_scale", 1)

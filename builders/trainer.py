@@ -49,7 +49,7 @@ from training.weights import (
 from training.window import Work
 
 INIT_KEYS = "data.in_channels, model/size, model/block, model.num_prefix_tokens, model.learn_sigma, "
-INIT_KEYS += "model.inner_head, model.head_width"
+INIT_KEYS += "model.inner_head, model.head_width, model/conditioning"
 
 
 def check_files(experiment: Experiment, run: RunFolder) -> None:

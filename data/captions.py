@@ -1,7 +1,7 @@
 """Captions of images: files next to them, or an annotation file of COCO."""
 
-import json
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from data.images import Files
-from data.text import MAX_PROMPTS, WORDS, LanguageModel, Words
-from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
+from data.listing import ImageList
+from data.manifest import MAX_PROMPTS
+from data.text import WORDS, LanguageModel, Words, words_of
+from runtime.files import parse_json, read_bounded, read_json
 
 BESIDE, SUFFIXES = "beside", (".txt", ".json")
 MAX_CAPTIONS = 5  # of an image, as in COCO; further ones are left out
-MAX_ANNOTATION_BYTES = 2**32
+MAX_CAPTION_BYTES, MAX_ANNOTATION_BYTES = 2**20, 2**30
 
 
 class Captions:
@@ -24,7 +25,6 @@ class Captions:
     Args:
         request: `beside`: NAME.txt with one caption per line, or NAME.json with the key `caption`, next to
             NAME.jpg. Otherwise a file of COCO's annotations.
-        names: of the images.
         text_encoder: `words`, or a language model, see `data.text`.
         max_tokens: of a language model.
 
@@ -33,15 +33,9 @@ class Captions:
     """
 
     def __init__(
-        self,
-        request: str,
-        source: str,
-        names: Sequence[str],
-        text_encoder: str,
-        max_tokens: int,
-        device: torch.device,
+        self, request: str, images: ImageList, text_encoder: str, max_tokens: int, device: torch.device
     ):
-        self.texts = read_captions(request, source, names)
+        self.texts = read_captions(request, images)
         self.count = max(map(len, self.texts))  # R
         if text_encoder == WORDS:
             self.encoder: Words | LanguageModel = Words.of_captions([*chain(*self.texts)])
@@ -55,54 +49,70 @@ class Captions:
         return encoded.reshape(-1, self.count, *encoded.shape[1:])
 
     def describe(self, positions: Sequence[int]) -> dict[str, Any]:
-        """Return their part of the manifest, with the first captions of images at `positions` as prompts."""
-        prompts = [self.texts[i][0] for i in positions[:MAX_PROMPTS]]
+        """Return their part of the manifest, with first captions of some images at `positions` as prompts."""
+        chosen = np.unique(np.linspace(0, len(positions) - 1, MAX_PROMPTS).astype(int))
+        prompts = [self.texts[positions[i]][0] for i in chosen.tolist()]
         return self.encoder.describe() | {"num_captions": self.count, "prompts": prompts}
 
+    def key(self) -> list[Any]:
+        """Return what the arrays depend on, besides the texts."""
+        return [self.encoder.name, self.encoder.weights_hash, self.encoder.num_tokens]
 
-def read_captions(request: str, source: str, names: Sequence[str]) -> list[list[str]]:
+    def name_sides(self) -> bool:
+        """True if captions say left or right."""
+        return not {"left", "right"}.isdisjoint(chain(*map(words_of, chain(*self.texts))))
+
+
+def read_captions(request: str, images: ImageList) -> list[list[str]]:
     """Return 1 to 5 captions of each image, see `Captions`."""
-    captions = _beside(source, names) if request == BESIDE else _of_annotations(Path(request), names)
+    captions = _beside(images) if request == BESIDE else _of_annotations(Path(request), images.names)
     lines = [[" ".join(text.split()) for text in each] for each in captions]
     cleaned = [[line for line in each if line][:MAX_CAPTIONS] for each in lines]
-    if missing := [name for name, each in zip(names, cleaned, strict=True) if not each]:
-        count = f"{len(missing)} of {len(names)}"
+    if missing := [name for name, each in zip(images.names, cleaned, strict=True) if not each]:
+        count = f"{len(missing)} of {len(images.names)}"
         raise ValueError(f"captions={request} must have a caption for {missing[0]} ({count} have none)")
     return cleaned
 
 
-def _beside(source: str, names: Sequence[str]) -> list[list[str]]:
-    path = Path(source)
-    files = Files(path if path.is_dir() or path.suffix in (".zip", ".tar") else path.parent, "source=")
-    known, captions = {*files.names}, []
-    for name in names:
+def _beside(images: ImageList) -> list[list[str]]:
+    captions = []
+    for name in images.names:
         stem = str(PurePosixPath(name).with_suffix(""))
-        beside = next((s for s in SUFFIXES if f"{stem}{s}" in known), None)
-        captions.append([] if beside is None else _read(files, f"{stem}{beside}"))
+        for suffix in SUFFIXES:
+            with suppress(FileNotFoundError, KeyError):  # of a folder or a tar; of a zip
+                captions.append(_read(images, f"{stem}{suffix}"))
+                break
+        else:
+            captions.append([])
     return captions
 
 
-def _read(files: Files, name: str) -> list[str]:
-    with files.open(name) as file:
-        data = read_bounded(file, MAX_JSON_BYTES)
-    try:
-        if name.endswith(".txt"):
-            return data.decode("utf-8-sig").splitlines()
-        found = parse_json(data)["caption"]
-        return [found] if isinstance(found, str) else [str(caption) for caption in found]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{files.path}/{name} must have captions in UTF-8: {error!r}") from error
+def _read(images: ImageList, name: str) -> list[str]:
+    with images.open(name) as file:
+        try:
+            data = read_bounded(file, MAX_CAPTION_BYTES)
+            if name.endswith(".txt"):
+                return data.decode("utf-8-sig").splitlines()
+            found = parse_json(data).get("caption")
+            return _checked([found] if isinstance(found, str) else found)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{name} must have captions in UTF-8: {error}") from error
 
 
 def _of_annotations(path: Path, names: Sequence[str]) -> list[list[str]]:
     """Read COCO's annotations: `images` with id and file_name, `annotations` with image_id and caption."""
+    content: Any = read_json(path, MAX_ANNOTATION_BYTES)
     try:
-        with path.open("rb") as file:
-            content: Any = json.loads(read_bounded(file, MAX_ANNOTATION_BYTES))
         by_id: dict[Any, list[str]] = {image["id"]: [] for image in content["images"]}
         by_name = {image["file_name"]: by_id[image["id"]] for image in content["images"]}
         for annotation in content["annotations"]:
-            by_id[annotation["image_id"]].append(str(annotation["caption"]))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"captions={path} cannot be read as annotations of COCO: {error!r}") from error
+            by_id[annotation["image_id"]] += _checked([annotation["caption"]])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"captions={path} must be annotations of COCO: {error!r}") from error
     return [by_name.get(PurePosixPath(name).name, []) for name in names]
+
+
+def _checked(captions: Any) -> list[str]:
+    if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
+        raise ValueError(f"{captions!r:.100} must be text, or a list of texts")
+    return captions

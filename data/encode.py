@@ -4,7 +4,7 @@
     python -m data.encode source=IMAGES out=latents/NAME encoder=FOLDER resolution=512
     python -m data.encode source=IMAGES out=latents/NAME masks=MASKS conditioning_type=segmentation
 
-IMAGES is a folder of class folders, a zip of one, or a text file with a path and a class on each line.
+IMAGES is a folder of class folders, a zip of one, a WebDataset, or a text file with paths and classes.
 data/README.md explains the keys. Afterwards: python -m data.report path=latents/NAME
 
 The ranks share the images in parts. Finished parts are kept in OUT.partial, so that the same command resumes,
@@ -12,6 +12,7 @@ on any number of processes. The first rank joins the parts at the end.
 """
 
 import hashlib
+import json
 import math
 import os
 import shutil
@@ -61,7 +62,7 @@ MAX_HELD_OUT = 5000
 class EncodeConfig:
     """The keys of `data.encode`."""
 
-    source: str  # a folder of class folders, a zip of one, or a list
+    source: str  # a folder of class folders, a zip of one, a WebDataset, or a list
     out: str
     encoder: str = "sd-vae-ft-ema"  # or sd-vae-ft-mse, sdxl, identity, a folder, OWNER/NAME on the hub
     resolution: int = 256
@@ -100,7 +101,7 @@ def main(request: EncodeConfig) -> None:
     captions = None
     if request.captions is not None:
         options = request.text_encoder, request.max_text_tokens, launch.device
-        captions = Captions(request.captions, request.source, images.names, *options)
+        captions = Captions(request.captions, images, *options)
     job = plan_job(request, images, encoder, featurize, captions)
     lock = lock_of(Path(request.out))
     try:
@@ -183,7 +184,7 @@ def plan_job(
         text=captions and captions.describe(range(count)),
     )
     listed = "\n".join([*images.names, *map(str, [] if images.labels is None else images.labels)])
-    listed += "" if captions is None else "\n".join(chain(*captions.texts))
+    listed += "" if captions is None else json.dumps(captions.texts)
     digest = hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
     key = {
         "resolution": resolution,
@@ -194,7 +195,7 @@ def plan_job(
         "images_per_part": PART_IMAGES,
         "conditioning_type": manifest.conditioning_type,
         "features": features,
-        "text": captions and captions.encoder.describe(),
+        "text": captions and captions.key(),
         "encoder": encoder.name,
         "encoder_hash": encoder.weights_hash,
         "list_of_images": f"{count} images, {digest[:16]}",
@@ -211,6 +212,8 @@ def start_job(job: Job, lock: Lock, launch: Launch) -> None:
     launch.print(f"classes: {first_classes(job.manifest)}")
     for warning in class_warnings(job.manifest):
         launch.print(f"warning: {warning}")
+    if job.captions is not None and job.request.hflip and job.captions.name_sides():
+        launch.print("warning: captions name left or right, but images are also flipped: see hflip=false")
     read = SUFFIXES if job.request.captions == BESIDE else ()
     if ignored := [name for name in images.ignored if not name.endswith(read)]:
         names = ", ".join(ignored[:CORRUPT_SHOWN])
@@ -265,13 +268,11 @@ def encode_part(
     if job.masks:
         masks = np.array([mask for _, _, mask in readable], dtype=np.uint8)
         arrays["masks"] = masks.reshape(-1, *manifest.shape[1:])
-    feature_shape = (*shape[: -len(manifest.shape)], *(manifest.features or {"shape": ()})["shape"])
     if not readable:
-        empty = {"features": np.empty(feature_shape, np.float16)} if featurize else {}
-        if "text" in (stored := manifest.arrays()):
-            dtype, text_shape = stored["text"]
-            empty["text"] = np.empty((0, *text_shape[1:]), dtype)
-        return {**arrays, **empty, "latents": np.empty(shape, np.float16)}
+        of_images = {key: manifest.arrays().get(key) for key in ("latents", "features", "text")}
+        empty = {key: np.empty((0, *a[1][1:]), a[0]) for key, a in of_images.items() if a is not None}
+        return {**arrays, **empty}
+    feature_shape = (*shape[: -len(manifest.shape)], *(manifest.features or {"shape": ()})["shape"])
     stacked = np.stack([image for _, image, _ in readable])
     pixels = torch.from_numpy(stacked).permute(0, 3, 1, 2)  # (n, 3, H, W)
     if manifest.hflip:  # flipping a latent does not flip its image

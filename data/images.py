@@ -35,8 +35,8 @@ ORIENTATION = "turned as the EXIF orientation says, where it can be read"
 class Files:
     """The files of a folder and its subfolders, of a zip, or of tars, sorted by name, without hidden files.
 
-    A backslash in the names of a zip, as Windows tools write it, counts as a slash. A folder with tars at its
-    top is a WebDataset: its files are those in the tars, see `index_tars`.
+    A backslash in the names of a zip, as Windows tools write it, counts as a slash. A folder of tars without
+    images is a WebDataset: its files are those in the tars, see `index_tars`.
 
     Args:
         key: prefix of the path in error messages, such as `source=`.
@@ -44,13 +44,14 @@ class Files:
 
     def __init__(self, path: Path, key: str = ""):
         self.path = path
-        tars = sorted(path.glob("*.tar")) if path.is_dir() else [path] if path.suffix == ".tar" else []
-        self._in_tars = index_tars(tars)
         try:
-            self._archive = None if path.is_dir() or tars else zipfile.ZipFile(path)
+            in_folder = [*files_in(path)] if path.is_dir() else []
+            has_images = any(name.lower().endswith(LOSSLESS + LOSSY) for name in in_folder)
+            tars = [] if has_images else [path / name for name in in_folder if name.endswith(".tar")]
+            self._in_tars = index_tars([path] if path.suffix == ".tar" else tars)
+            self._archive = None if path.is_dir() or self._in_tars else zipfile.ZipFile(path)
             stored = self._archive.namelist() if self._archive else []
-            in_folder = iter(self._in_tars) if tars else files_in(path)
-            names = [*map(normalized_name, stored)] if self._archive else in_folder
+            names = [*map(normalized_name, stored)] if self._archive else [*self._in_tars] or in_folder
             self._visible = sorted(name for name in names if not _is_hidden(name))
         except ZIP_ERRORS as error:
             raise ValueError(f"{key}{path} cannot be read as a folder, zip or tar: {error}") from error
@@ -64,7 +65,7 @@ class Files:
         self.images = [name for name in self.names if name.lower().endswith(LOSSLESS + LOSSY)]
 
     def open(self, name: str) -> BinaryIO:
-        if name in self._in_tars:
+        if self._in_tars:
             return read_at(*self._in_tars[name])
         if self._archive is None:
             return (self.path / name).open("rb")
@@ -81,7 +82,7 @@ class Files:
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes. Raise a ValueError if a member of a zip is too large."""
-        if name in self._in_tars:
+        if self._in_tars:
             return self._in_tars[name][2]
         if self._archive is None:
             return (self.path / name).stat().st_size

@@ -73,14 +73,17 @@ class LatentDataset:
         return torch.from_numpy(_read_in_order(self.features, ids, flipped))
 
     def read_text(self, ids: np.ndarray, choice: np.ndarray | None = None) -> torch.Tensor:
-        """Read captions of entries `ids`, (N, M) int64 or (N, M, F), see `models.TextShape`.
+        """Read captions of entries `ids`, (N, M) or (N, M, F), see `models.TextShape`.
 
         Args:
             choice: (N,), which caption of each entry; None: the first.
         """
         choice = np.zeros(len(ids), dtype=int) if choice is None else choice
         text = torch.from_numpy(_read_in_order(self.text, ids, choice))
-        return text if text.is_floating_point() else text.long()
+        words = (self.manifest.text or {}).get("words")
+        if words and not 0 <= text.min() <= text.max() <= len(words):
+            raise ValueError(f"{FILES['text']} holds {text.max()} or {text.min()}, of {len(words)} words")
+        return text
 
     def captions(self, ids: np.ndarray) -> np.ndarray | None:
         """Return the first caption of entries `ids` as text (N,); None without the words of captions."""

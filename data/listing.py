@@ -36,7 +36,7 @@ class ImageList:
 
 
 def list_images(path: str | Path) -> ImageList:
-    """List the images of a folder, a zip, or a text file.
+    """List the images of a folder, a zip, a tar or a folder of tars, or a text file.
 
     In a folder or a zip, each top folder is a class, in alphabetical order, as in torchvision's ImageFolder.
     Each class must have images. Folders that contain all class folders are ignored. Images outside of folders

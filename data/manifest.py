@@ -26,6 +26,7 @@ FAR_STD = 1.8  # factor: data sets differ by less, and a missing or repeated sca
 FILES = {"manifest": "manifest.json", "latents": "latents.npy", "labels": "labels.npy", "masks": "masks.npy"}
 FILES |= {"features": "features.npy", "text": "text.npy"}
 MAX_TEXT_TOKENS, MAX_WORDS = 512, 32_767  # tokens of a caption; word ids are int16
+MAX_PROMPTS, MAX_LETTERS = 1000, 4096
 
 Numbers = float | tuple[float, ...]
 
@@ -271,16 +272,21 @@ def _first(parts: list[str]) -> str:
 
 def _text_rule(text: Any) -> str | None:
     """Return the rule that the description of captions breaks; None: it is valid."""
-    counts = ("num_tokens", "num_captions", *([] if "words" in text else ["num_features"]))
-    if not isinstance(text, dict) or not all(_is_count(text.get(key)) for key in counts):
-        return f"{', '.join(counts)} greater than 0"
+    if not isinstance(text, dict) or not isinstance(text.get("encoder"), str):
+        return "the name of its encoder"
+    size = "words" if text["encoder"] == "words" else "num_features"
+    if not all(_is_count(text.get(key)) for key in {"num_tokens", "num_captions", size} - {"words"}):
+        return f"num_tokens, num_captions and {size}"
     if text["num_tokens"] > MAX_TEXT_TOKENS or text.get("num_features", 1) > MAX_NUMBERS // MAX_TEXT_TOKENS:
-        return f"at most {MAX_TEXT_TOKENS} tokens, and embeddings of at most 2^17 numbers"
-    lists = [text.get("prompts"), *([text["words"]] if "words" in text else [])]
-    if not all(isinstance(x, list) and x and all(isinstance(s, str) for s in x) for x in lists):
-        return "prompts, and words if its encoder is `words`: lists of strings"
-    if len(lists[-1]) > MAX_WORDS or not isinstance(text.get("encoder"), str):
-        return f"the name of its encoder, and at most {MAX_WORDS} words"
+        return f"at most {MAX_TEXT_TOKENS} tokens, of at most 2^17 numbers"
+    if ("words" in text) != (size == "words") or (size != "words" and not text.get("weights_hash")):
+        return "words if its encoder is `words`, else num_features and weights_hash"
+    limits = {"prompts": MAX_PROMPTS, "words": MAX_WORDS}
+    for key, most in limits.items():
+        texts = text.get(key, ["-"] if key == "words" else None)
+        is_list = isinstance(texts, list) and 0 < len(texts) <= most
+        if not is_list or not all(isinstance(x, str) and len(x) <= MAX_LETTERS for x in texts):
+            return f"1 to {most} {key} of at most {MAX_LETTERS} letters"
     return None
 
 

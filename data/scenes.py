@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 from data.embedded import write_once, write_pixels
 from data.latents import LatentDataset, open_latents, split
-from data.text import MAX_PROMPTS, Words
+from data.manifest import MAX_PROMPTS
+from data.text import Words
 from runtime.scenes import (
     COLOURS,
     KINDS,

@@ -35,13 +35,13 @@ class StoredBatch(NamedTuple):
 
 class Draw(NamedTuple):
     """Entries of a micro-batch, 1 for each flipped one (None without hflip), all entries of the step, and
-    which caption of each entry (None if entries have one).
+    which caption of each entry.
     """
 
     ids: np.ndarray
     flipped: np.ndarray | None
     step_ids: np.ndarray
-    captions: np.ndarray | None = None
+    captions: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,15 @@ class StreamOrder:
         step = self.start_step
         while True:
             batch = self.batch(step)
-            flipped = self._draw(step, HFLIP_DRAWS, 2 if self.hflip else 1)
+            flipped = self._draw(step, HFLIP_DRAWS, 2) if self.hflip else None
             captions = self._draw(step, CAPTION_DRAWS, self.num_captions)
             for micro in range(self.rank, self.batch_size // self.micro_batch_size, self.world_size):
                 part = slice(micro * self.micro_batch_size, (micro + 1) * self.micro_batch_size)
-                drawn = (None if array is None else array[part] for array in (flipped, captions))
-                yield Draw(batch[part], next(drawn), batch, next(drawn))
+                yield Draw(batch[part], None if flipped is None else flipped[part], batch, captions[part])
             step += 1
 
-    def _draw(self, step: int, stream: int, count: int) -> np.ndarray | None:
-        rng = np.random.default_rng([self.seed, step, stream])
-        return rng.integers(count, size=self.batch_size) if count > 1 else None
+    def _draw(self, step: int, stream: int, count: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, step, stream]).integers(count, size=self.batch_size)
 
     def batch(self, step: int) -> np.ndarray:
         """Return the entries (batch_size,) of a step, by micro-batch. A batch can span several epochs."""

@@ -65,17 +65,22 @@ def index_tars(tars: Sequence[Path]) -> dict[str, tuple[Path, int, int]]:
         The tar, first byte and number of bytes of each file.
 
     Raises:
-        ValueError: a tar is damaged or compressed.
+        ValueError: a tar is damaged, truncated or compressed, or two files have one name.
     """
     found = {}
     for path in tars:
         try:
             with tarfile.open(path, "r:") as archive:
                 for member in archive:
+                    name = f"{path.stem}-{member.name.replace('/', '-')}"
+                    if name in found:
+                        raise ValueError(f"two files are named {name}")
                     if member.isreg() and not member.issparse():
-                        name = f"{path.stem}-{member.name.replace('/', '-')}"
                         found[name] = path, member.offset_data, member.size
                     archive.members = []  # tarfile would keep all of them
+                archive.fileobj.seek(archive.offset)
+                if archive.fileobj.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
+                    raise ValueError("it is truncated or damaged")
         except (*DAMAGED, OSError) as error:
             raise ValueError(f"{path} cannot be read as an uncompressed tar: {error}") from error
     return found

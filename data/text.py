@@ -4,7 +4,6 @@ Shapes: N captions, M tokens, F numbers of an embedding. Padding is 0.
 """
 
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,15 +11,15 @@ import numpy as np
 import torch
 
 from data.encoders import tensors_hash
-from data.manifest import MAX_WORDS
+from data.manifest import MAX_TEXT_TOKENS, MAX_WORDS
+from runtime.language_models import TextModel
 
 WORDS = "words"
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)*")
-MAX_PROMPTS, WORDS_SHOWN, CAPTIONS_AT_ONCE = 1000, 40, 64
-# Class of the encoder in transformers, by the model type of its configuration.
+WORDS_SHOWN = 40
+# Class in transformers, by the model type; for Qwen and others AutoModel.
 TEXT_MODELS = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel", "clip": "CLIPTextModel"}
 TEXT_MODELS |= {"clip_text_model": "CLIPTextModel"}
-OTHER_MODELS = "AutoModel"  # Qwen and others: the last hidden states
 
 TextEncoder = Callable[[Sequence[str]], np.ndarray]
 
@@ -42,11 +41,12 @@ class Words:
     def of_captions(cls, captions: Sequence[str]) -> "Words":
         """Collect the words of captions."""
         split = [words_of(caption) for caption in captions]
-        words = sorted(Counter(word for each in split for word in each))
-        if not words or len(words) > MAX_WORDS:
-            rule = f"must be 1 to {MAX_WORDS} different words: choose a language model as text_encoder"
-            raise ValueError(f"text_encoder={WORDS}: the captions have {len(words)} different words, {rule}")
-        return cls(words, max(map(len, split)))
+        words, longest = sorted({word for each in split for word in each}), max(map(len, split))
+        if not words or len(words) > MAX_WORDS or longest > MAX_TEXT_TOKENS:
+            found = f"{len(words)} different words, up to {longest} in a caption"
+            rule = f"must be 1 to {MAX_WORDS}, up to {MAX_TEXT_TOKENS}: or choose a language model"
+            raise ValueError(f"text_encoder={WORDS}: the captions have {found}, {rule}")
+        return cls(words, longest)
 
     def describe(self) -> dict[str, Any]:
         """Return its part of a manifest."""
@@ -71,7 +71,7 @@ class Words:
 
 
 class LanguageModel:
-    """The last hidden states of a language model of transformers, in fp32 on the device.
+    """The last hidden states of a language model of transformers.
 
     Args:
         name: a folder, or OWNER/NAME on the hub.
@@ -79,43 +79,20 @@ class LanguageModel:
     """
 
     def __init__(self, name: str, num_tokens: int, device: torch.device):
-        try:
-            import transformers
-        except ImportError as error:
-            raise ValueError(f"text_encoder={name} needs `pip install transformers`") from error
-        self.name, self.num_tokens, self.device = name, num_tokens, device
-        try:
-            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(name)
-            config = transformers.AutoConfig.from_pretrained(name)
-            kind = TEXT_MODELS.get(config.model_type, OTHER_MODELS)
-            self._net: Any = getattr(transformers, kind).from_pretrained(name, dtype=torch.float32)
-        except (OSError, ValueError, KeyError) as error:
-            first = str(error).strip().partition("\n")[0]
-            raise ValueError(f"text_encoder={name} cannot be loaded by transformers: {first}") from error
-        self._net.to(device).eval().requires_grad_(False)
-        self._tokenizer.padding_side = "right"
-        if self._tokenizer.pad_token is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        self.num_features = len(self(["a"])[0, 0])
-        self.weights_hash = tensors_hash(self._net.state_dict())
+        self.name, self.num_tokens = name, num_tokens
+        self._model = TextModel(name, TEXT_MODELS, "text_encoder", device)
+        self.num_features = self(["a"]).shape[2]
+        self.weights_hash = tensors_hash(self._model.net.state_dict())
 
     def describe(self) -> dict[str, Any]:
         """Return its part of a manifest."""
         record = {"encoder": self.name, "weights_hash": self.weights_hash, "num_tokens": self.num_tokens}
         return {**record, "num_features": self.num_features}
 
-    @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> np.ndarray:
         """Return the embeddings (N, M, F) float16; those of padding are 0."""
-        options = {"padding": "max_length", "truncation": True, "max_length": self.num_tokens}
-        parts = []
-        for start in range(0, len(captions), CAPTIONS_AT_ONCE):
-            batch = [*captions[start : start + CAPTIONS_AT_ONCE]]
-            tokens = self._tokenizer(batch, **options, return_tensors="pt").to(self.device)
-            inputs = tokens["input_ids"], tokens["attention_mask"]
-            with torch.autocast(self.device.type, enabled=False):
-                hidden = self._net(input_ids=inputs[0], attention_mask=inputs[1]).last_hidden_state
-            parts.append((hidden * inputs[1].unsqueeze(-1)).half().cpu())
+        outputs = self._model(captions, self.num_tokens)
+        parts = [(out.last_hidden_state * mask.unsqueeze(-1)).half().cpu() for mask, out in outputs]
         embeddings = torch.cat(parts).numpy()
         if not np.isfinite(embeddings).all():
             raise ValueError(f"text_encoder={self.name}: its embeddings are not finite in float16")

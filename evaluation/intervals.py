@@ -44,9 +44,10 @@ def standard_errors(
         metric(reference, _part(samples, metric.needs, np.sort(rng.permutation(num_images)[:size]), device))
         for _ in range(num_halves)
     ]
+    keys = set.intersection(*map(set, rows))  # some scores need images that a half may lack
     # var = size / num_used / (1 - size / n) * the variance over parts of this size; 1 for halves
     factor = size / num_used / (1 - size / num_images)
-    return {key: float(np.sqrt(factor * np.var([row[key] for row in rows], ddof=1))) for key in rows[0]}
+    return {key: float(np.sqrt(factor * np.var([row[key] for row in rows], ddof=1))) for key in sorted(keys)}
 
 
 def _part(

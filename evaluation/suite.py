@@ -170,6 +170,9 @@ class Suite:
         if labels is None and any(metric.needs_labels for metric in self.metrics):
             keys = [key for metric in self.metrics if metric.needs_labels for key in metric.keys]
             raise ValueError(f"{', '.join(keys)} cannot be computed: the samples have no labels")
+        if labels is not None and _are_captions(labels):
+            for metric in self.metrics:
+                metric.prepare(labels)
         if self._reference_features is None:  # first: a damaged reference fails before a sample is drawn
             self._reference_features = self._extract_reference(), self._extract_held_out()
         reference, held_out = self._reference_features

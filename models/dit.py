@@ -279,13 +279,13 @@ class DiT(Backbone):
         P = self.num_prefix_tokens
 
         labels = self._labels(class_labels, generator)
-        text = () if self.text_embedder is None else self.text_embedder(labels)  # (N, S, D), (N, 1, 1, S)
-        latents, x = x, self._embed(x, *text[:1])  # (N, L, D)
+        text, bias = (None, None) if self.text_embedder is None else self.text_embedder(labels)  # (N, S, D)
+        latents, x = x, self._embed(x, text)  # (N, L, D)
         t = self.t_embedder(c_noise)  # (N, D) or (N, L, D)
         t = t.unsqueeze(1) if t.dim() == 2 else t  # (N, 1 or L, D)
         c = t if self.y_embedder is None else t + self.y_embedder(labels).unsqueeze(1)  # (N, 1 or L, D)
         table = self.positions  # (1, L, ...) or None
-        caption = (*text[1:], *(() if self.text_is_prefix else text[:1]))
+        caption: tuple[Any, ...] = () if bias is None else (bias,) if self.text_is_prefix else (bias, text)
         dense_arguments = (c, table, *caption)  # what a block takes besides x
         arguments: tuple[Any, ...] = dense_arguments
         i, end_idx, ids_keep, original, skipping, after_route = 0, None, None, x, False, False
@@ -406,7 +406,8 @@ class DiT(Backbone):
         is_unconditional = self.y_embedder is None and self.text is None
         if (labels is None) != is_unconditional:
             rule = "None" if is_unconditional else "given"
-            raise ValueError(f"class_labels must be {rule} for model.num_classes={self.num_classes}")
+            what = f"model.num_classes={self.num_classes}" if self.text is None else "a network with captions"
+            raise ValueError(f"class_labels must be {rule} for {what}")
         if labels is None or not self.training or not self.class_dropout_prob:
             return labels
         null_label = self.num_classes if self.text is None else 0

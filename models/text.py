@@ -17,7 +17,8 @@ from runtime.errors import check_positive
 class TextShape:
     """The captions that a network takes.
 
-    A caption is a row of token ids (M,) int64 from 1 to `vocab_size`, or of embeddings (M, F); padding is 0.
+    A caption is a row of token ids (M,), integers from 1 to `vocab_size`, or of embeddings (M, F). Padding
+    is 0.
 
     Args:
         num_tokens: M.
@@ -51,20 +52,22 @@ class TextEmbedder(nn.Module):
         self.num_tokens = 1 + text.num_tokens  # S
         self.first = nn.Parameter(torch.empty(1, 1, hidden_size))
         self.positions = nn.Parameter(torch.empty(1, text.num_tokens, hidden_size))
-        if text.vocab_size is not None:
-            self.embed: nn.Module = nn.Embedding(text.vocab_size + 1, hidden_size)
-        elif text.num_features is not None:
-            self.embed = nn.Sequential(
-                nn.RMSNorm(text.num_features), nn.Linear(text.num_features, hidden_size)
-            )
-        for table in (self.first, self.positions, *(p for p in self.embed.parameters() if p.dim() == 2)):
-            nn.init.normal_(table, std=0.02)
+        if text.num_features is None:
+            self.embed: nn.Module = nn.Embedding((text.vocab_size or 0) + 1, hidden_size)
+            nn.init.normal_(self.embed.get_parameter("weight"), std=0.02)
+        else:
+            features = text.num_features
+            self.embed = nn.Sequential(nn.RMSNorm(features), nn.Linear(features, hidden_size))
+        nn.init.normal_(self.first, std=0.02)
+        nn.init.normal_(self.positions, std=0.02)
 
     def forward(self, captions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens (N, S, D) in fp32, and the bias (N, 1, 1, S) that removes padding from attention."""
         is_token = captions != 0
         if captions.dim() == 3:
             is_token, captions = is_token.any(dim=-1), captions.to(self.first.dtype)
+        else:
+            captions = captions.long()
         tokens = self.embed(captions).to(self.first.dtype) + self.positions  # (N, M, D)
         tokens = torch.cat([self.first.expand(len(tokens), -1, -1), tokens], dim=1)
         bias = torch.zeros(is_token.shape, dtype=tokens.dtype, device=tokens.device)
@@ -99,9 +102,5 @@ class TextAttention(nn.Module):
     def flops(self, length: int) -> int:
         """Return the FLOPs of the matrix products for one sample of `length` tokens."""
         D, S = self.proj.in_features, self.num_text_tokens
-        # q k^T and the product with v take 2 L S D each.
-        return (
-            length * linear_flops(nn.ModuleList([self.q, self.proj]))
-            + S * linear_flops(self.kv)
-            + 4 * length * S * D
-        )
+        # Queries and projection; keys and values; q k^T and the product with v take 2 L S D each.
+        return 2 * length * linear_flops(self.proj) + S * linear_flops(self.kv) + 4 * length * S * D

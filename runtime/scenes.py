@@ -23,10 +23,16 @@ KINDS = ("one_object", "two_objects", "counting", "colours", "position", "colour
 WORDS = (*NUMBERS, *COLOURS, *SHAPES, *(f"{shape}s" for shape in SHAPES))
 WORDS += ("and", "left", "right", "of", "above", "below")
 MAX_WORDS = 8  # of a caption: two red squares left of two blue circles
-CAPTION = re.compile(
-    rf"({'|'.join(NUMBERS)}) (?:({'|'.join(COLOURS)}) )?({'|'.join(SHAPES)})(s?)"
-    rf"(?: (and|{'|'.join(RELATIONS)}) (.+))?"
-)
+GROUP = re.compile(rf"({'|'.join(NUMBERS)}) (?:({'|'.join(COLOURS)}) )?({'|'.join(SHAPES)})")
+# Relation (`at`: a position), True if all numbers are 1, True if colours are named -> kind
+KIND_OF: dict[tuple[str | None, bool, bool], str] = {
+    (None, True, False): "one_object",
+    (None, True, True): "colours",
+    (None, False, False): "counting",
+    ("and", True, False): "two_objects",
+    ("and", True, True): "colour_binding",
+    ("at", True, False): "position",
+}
 MIN_RADIUS, MIN_DISTANCE = 0.11, 0.125  # of objects, and along the axis of a relation, in units of the side
 MIN_AREA, MIN_OVERLAP = 0.25, 0.7  # of the smallest object; of an object with its shape
 
@@ -57,16 +63,10 @@ class Caption:
     @property
     def kind(self) -> str:
         """One of KINDS."""
-        numbers, colours = ({getattr(g, key) for g in self.groups} for key in ("number", "colour"))
-        if len(self.groups) == 1:
-            if numbers == {1}:
-                return "one_object" if colours == {None} else "colours"
-            return "counting" if colours == {None} else "combined"
-        if numbers != {1} or (None in colours and colours != {None}):
-            return "combined"
-        if self.relation == "and":
-            return "two_objects" if colours == {None} else "colour_binding"
-        return "position" if colours == {None} else "combined"
+        coloured = {group.colour is not None for group in self.groups}
+        relation = "at" if self.relation in RELATIONS else self.relation
+        key = relation, all(group.number == 1 for group in self.groups), True in coloured
+        return "combined" if len(coloured) == 2 else KIND_OF.get(key, "combined")
 
 
 @dataclass(frozen=True)
@@ -86,17 +86,12 @@ def parse(text: str) -> Caption:
     Raises:
         ValueError: it is no caption of this data set, or its groups cannot be told apart.
     """
-    groups, relations, rest = [], [], " ".join(text.lower().split())
-    while match := CAPTION.fullmatch(rest):
-        number, colour, shape, plural, relation, rest = match.groups("")
-        groups.append(Group(NUMBERS.index(number) + 1, colour or None, shape))
-        if (groups[-1].number > 1) != bool(plural):
-            break
-        if not relation:
-            if len(groups) <= 2 and not _overlap(groups):
-                return Caption(tuple(groups), *relations)
-            break
-        relations.append(relation)
+    words = " ".join(text.lower().split())
+    found = re.search("|".join(("and ", *RELATIONS)), words)
+    groups = tuple(Group(NUMBERS.index(n) + 1, colour or None, s) for n, colour, s in GROUP.findall(words))
+    caption = Caption(groups, found[0].strip() if found else None)
+    if len(groups) in (1, 2) and str(caption) == words and not _overlap(groups):
+        return caption
     example = "'two red squares left of a blue circle'"
     raise ValueError(f"'{text}' must be like {example}, with one or two groups of different objects")
 
@@ -161,12 +156,10 @@ def read_scene(image: np.ndarray) -> list[Thing]:
     smallest, things = MIN_AREA * AREAS["diamond"] * (MIN_RADIUS * side) ** 2, []
     for value in np.unique(code[code > 0]).tolist():
         labelled: Any = label(code == value, np.ones((3, 3)))
-        parts, count = labelled
-        for i in range(1, count + 1):
-            mask = parts == i
-            if mask.sum() >= smallest:
-                ink = np.where(binary_dilation(mask, np.ones((3, 3))), brightest / 255, 0)
-                things.append(_read_thing(names.get(value, "?"), ink))
+        parts, sizes = labelled[0], np.bincount(labelled[0].ravel())
+        for i in 1 + np.flatnonzero(sizes[1:] >= smallest):
+            ink = np.where(binary_dilation(parts == i, np.ones((3, 3))), brightest / 255, 0)
+            things.append(_read_thing(names.get(value, "?"), ink))
     return things
 
 

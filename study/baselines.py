@@ -14,6 +14,7 @@ Covariances are shrunk by Ledoit and Wolf's method, because some classes have 20
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,15 +49,13 @@ class GaussianDenoiser:
 
     Args:
         samples: (N, C, H, W).
-        has_spread: False: predict the mean of the class.
     """
 
-    def __init__(self, samples: np.ndarray, labels: np.ndarray, has_spread: bool):
+    def __init__(self, samples: np.ndarray, labels: np.ndarray):
         self.parts = {}
-        for label in np.unique(labels).tolist():
-            mean, covariance = gaussian(samples[labels == label], has_spread)
-            arrays = (mean,) if covariance is None else (mean, *np.linalg.eigh(covariance))
-            self.parts[label] = [torch.from_numpy(array) for array in arrays]
+        for label, (mean, covariance) in gaussians(samples, labels).items():
+            variances, basis = np.linalg.eigh(covariance)
+            self.parts[label] = [torch.from_numpy(a) for a in (mean, variances, basis)]
 
     def __call__(
         self, x_t: torch.Tensor, alpha: torch.Tensor, sigma: torch.Tensor, class_labels: torch.Tensor
@@ -65,23 +64,20 @@ class GaussianDenoiser:
         x, out = x_t.double().flatten(1), torch.empty(x_t.shape, dtype=torch.float64).flatten(1)
         alpha, sigma = (value.double().reshape(-1, 1).expand(len(x), 1) for value in (alpha, sigma))
         for label in class_labels.unique().tolist():
-            ids, (mean, *spread) = class_labels == label, self.parts[label]
-            if not spread:
-                out[ids] = mean
-                continue
-            variances, basis = spread
+            ids, (mean, variances, basis) = class_labels == label, self.parts[label]
             # E[x | x_t] = mu + V alpha lambda / (alpha^2 lambda + sigma^2) V^T (x_t - alpha mu)
             gain = alpha[ids] * variances / (alpha[ids] ** 2 * variances + sigma[ids] ** 2)
             out[ids] = mean + (gain * ((x[ids] - alpha[ids] * mean) @ basis)) @ basis.T
         return out.view(x_t.shape)
 
 
-def gaussian(samples: np.ndarray, has_spread: bool = True) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the mean of samples (N, ...), and their shrunk covariance if it is needed."""
+def gaussians(samples: np.ndarray, labels: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Return mean and shrunk covariance of each class, for samples (N, ...)."""
     from sklearn.covariance import ledoit_wolf
 
     flat = samples.reshape(len(samples), -1).astype(np.float64)
-    return flat.mean(axis=0), ledoit_wolf(flat)[0] if has_spread else None
+    classes = {int(label): flat[labels == label] for label in np.unique(labels)}
+    return {label: (part.mean(axis=0), ledoit_wolf(part)[0]) for label, part in classes.items()}
 
 
 def draw(images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -89,8 +85,8 @@ def draw(images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray
     rng = np.random.default_rng(0)
     drawn = rng.choice(labels, NUM_SAMPLES)
     pixels = np.empty((NUM_SAMPLES, images[0].size))
-    for label in np.unique(labels).tolist():
-        ids, (mean, covariance) = drawn == label, gaussian(images[labels == label])
+    for label, (mean, covariance) in gaussians(images, labels).items():
+        ids = drawn == label
         pixels[ids] = rng.multivariate_normal(mean, covariance, ids.sum(), method="eigh")
     return pixels.clip(0, 255).round().astype(np.uint8).reshape(-1, *images.shape[1:]), drawn
 
@@ -101,8 +97,13 @@ def losses(experiment: Experiment, dataset: LatentDataset) -> dict[str, dict[str
     latents = dataset.manifest.to_latents(latents, torch.Generator().manual_seed(0)).numpy()
     batches = partial(held_out_batches, dataset, EVALUATION_BATCH, torch.device("cpu"), rank=0, world_size=1)
     sigma_data, loss = dataset.manifest.std or 0.5, experiment.loss(experiment.meta_net)
-    names = ("class means", "class Gaussians") if latents[0].size <= MAX_DIMENSIONS else ("class means",)
-    filters = {n: GaussianDenoiser(latents, labels.numpy(), n == "class Gaussians") for n in names}
+    classes = labels.numpy()
+    means = torch.stack(
+        [torch.from_numpy(latents[classes == c].mean(axis=0, dtype=np.float64)) for c in np.unique(classes)]
+    )
+    filters: dict[str, Any] = {"class means": lambda x, alpha, sigma, labels: means[labels]}
+    if latents[0].size <= MAX_DIMENSIONS:
+        filters["class Gaussians"] = GaussianDenoiser(latents, classes)
     best = {"val_loss_optimal": dataset.posterior_mean} if isinstance(dataset, MixtureDataset) else {}
     preconds = {key: OptimalPrecond(denoiser, sigma_data) for key, denoiser in (filters | best).items()}
     values = DenseLoss(preconds, loss, batches, ALONE.sum, torch.device("cpu"))(0)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from diffusion.guidance.cfg import check_null_class, on_null_class
 from diffusion.guidance.guidance import Branch, Guidance
@@ -52,7 +51,8 @@ class AutoGuidance(Guidance):
             check_null_class((self._weak or precond).net, "guidance.null_class=true is not supported")
         if self._weak is None:
             return
-        weak, strong = map(_described, (self._weak, precond))
+        both = (self._weak, precond)
+        weak, strong = ((p.path, p.net.latent_shape, p.net.text or p.net.num_classes) for p in both)
         if weak != strong:
             rule = f"its path, latent shape and condition {weak} must equal the sampled network's {strong}"
             raise ValueError(f"guidance.weak_run={self.weak_run}: {rule}")
@@ -60,8 +60,3 @@ class AutoGuidance(Guidance):
     def weak(self, strong: Branch) -> Branch:
         weak = strong if self._weak is None else replace(strong, precond=self._weak)
         return on_null_class(weak) if self.null_class else weak
-
-
-def _described(precond: Precond) -> tuple[Any, ...]:
-    net = precond.net
-    return precond.path, net.latent_shape, net.num_classes if net.text is None else net.text

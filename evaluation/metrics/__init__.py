@@ -45,6 +45,9 @@ class Metric:
         """Return the scores."""
         raise NotImplementedError
 
+    def prepare(self, labels: np.ndarray) -> None:
+        """Check captions, and prepare for them, before images are drawn; for metrics with needs_captions."""
+
     def describe(self) -> dict[str, Any]:
         """Return the settings that the scores depend on."""
         settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}

@@ -18,6 +18,10 @@ class SceneAccuracy(Metric):
     needs_of_reference = ()
     needs_labels = needs_captions = True
 
+    def prepare(self, labels: np.ndarray) -> None:
+        for text in np.unique(labels).tolist():
+            parse(text)
+
     def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
         things, shown = samples[AllFeatures, "things"].features, {kind: [] for kind in KINDS}
         for row, text in zip(things, samples.labels.tolist(), strict=True):

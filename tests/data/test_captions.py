@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import tarfile
 import zipfile
 from types import SimpleNamespace
@@ -10,9 +11,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from data import Words, encode, open_latents, stream, text_encoder_for
 from data.captions import read_captions
+from data.listing import list_images
+from data.tars import index_tars
+from data.text import LanguageModel
 from evaluation import ClipScore
 from evaluation.features import FeatureSet
 from evaluation.statistics import AllFeatures
@@ -60,7 +65,7 @@ def test_captions_beside_images_become_words(folder):
     words = Words(text["words"], 3)
     second = dataset.read_text(ids, np.ones(6, dtype=int))
     expected = words([plain[i] if i % 2 == 0 else "a roof" for i in range(6)])  # one caption: repeated
-    assert second.dtype == torch.int64 and np.array_equal(second, expected)
+    assert np.array_equal(second, expected)
     assert text["prompts"] == [CAPTIONS[i % 3] for i in dataset.held_out_ids]
     shape = {"num_tokens": 3, "vocab_size": 8, "num_features": None}
     assert dataset.manifest.text_shape == shape
@@ -106,31 +111,60 @@ def test_archives_and_annotations_give_the_same_captions(folder, tmp_path):
         (lambda d: (d / "3.txt").write_text("\n \n"), "must have a caption for 3.png"),
         (lambda d: (d / "3.txt").write_bytes(b"\xff\xfe\xfa"), "3.txt must have captions in UTF-8"),
         (lambda d: ((d / "3.txt").unlink(), (d / "3.json").write_text("{}")), "3.json must have captions"),
+        (
+            lambda d: ((d / "3.txt").unlink(), (d / "3.json").write_text("[" * 900)),
+            "3.json must have captions",
+        ),
+        (
+            lambda d: ((d / "3.txt").unlink(), (d / "3.json").write_text('{"caption": [null]}')),
+            "must be text",
+        ),
     ],
-    ids=["missing", "empty", "bytes", "json"],
+    ids=["missing", "empty", "bytes", "json", "nested", "null"],
 )
 def test_an_image_without_a_caption_is_refused(change, message, tmp_path):
-    names = write_images(tmp_path / "images")
+    write_images(tmp_path / "images")
     change(tmp_path / "images")
     with pytest.raises(ValueError, match=message):
-        read_captions("beside", str(tmp_path / "images"), names)
+        read_captions("beside", list_images(tmp_path / "images"))
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"images": [{"id": 1}], "annotations": []}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"images": [{"id": 1}], "annotations": []}', "[" * 9000])
 def test_damaged_annotations_are_refused(content, tmp_path):
+    write_images(tmp_path / "images", 1)
     (tmp_path / "coco.json").write_text(content)
-    with pytest.raises(ValueError, match="cannot be read as annotations of COCO"):
-        read_captions(str(tmp_path / "coco.json"), "x", ["a.png"])
+    with pytest.raises(ValueError, match=r"must be annotations of COCO|coco.json is damaged"):
+        read_captions(str(tmp_path / "coco.json"), list_images(tmp_path / "images"))
+
+
+def write_tar(file, folder, names):
+    with tarfile.open(file, "w") as archive:
+        for name, stored in names.items():
+            archive.add(folder / name, stored)
+    return file.read_bytes()
 
 
 def test_damaged_tars_are_refused(tmp_path):
-    write_images(tmp_path / "images", 1)
-    with tarfile.open(tmp_path / "0.tar", "w") as archive:
-        archive.add(tmp_path / "images/0.png", "0.png")
-    whole = (tmp_path / "0.tar").read_bytes()
-    (tmp_path / "0.tar").write_bytes(whole[:900])
-    with pytest.raises((UserError, SystemExit), match="cannot be read as an uncompressed tar"):
-        encoded(tmp_path / "0.tar", tmp_path / "out")
+    """Also one that ends between two files, or has a wrong header, where tarfile stops without an error."""
+    write_images(tmp_path / "images", 3)
+    whole = write_tar(tmp_path / "0.tar", tmp_path / "images", {f"{i}.png": f"{i}.png" for i in range(3)})
+    second = whole.index(b"1.png")
+    damaged = whole[: second + 148] + b"x" + whole[second + 149 :]
+    for content in (whole[:900], whole[:second], whole[: second + 100], damaged):
+        (tmp_path / "0.tar").write_bytes(content)
+        with pytest.raises(ValueError, match="cannot be read as an uncompressed tar"):
+            index_tars([tmp_path / "0.tar"])
+    write_tar(tmp_path / "0.tar", tmp_path / "images", {"0.png": "a/b.png", "1.png": "a-b.png"})
+    with pytest.raises(ValueError, match=r"two files are named 0-a-b.png"):
+        index_tars([tmp_path / "0.tar"])
+
+
+def test_a_tar_beside_class_folders_is_ignored(tmp_path):
+    for name in ("a", "b"):
+        write_images(tmp_path / "images" / name, 2)
+    write_tar(tmp_path / "images/old.tar", tmp_path / "images/a", {"0.png": "0.png"})
+    images = list_images(tmp_path / "images")
+    assert images.class_names == ("a", "b") and len(images.names) == 4 and "old.tar" in images.ignored
 
 
 @pytest.mark.parametrize(
@@ -154,7 +188,7 @@ def test_words_must_be_known_and_captions_short_enough():
         words(["a tree"])
     with pytest.raises(ValueError, match="'a a a' has 3 words, must have at most 2"):
         words(["a a a"])
-    with pytest.raises(ValueError, match="0 different words"):
+    with pytest.raises(ValueError, match="0 different words, up to 0 in a caption"):
         Words.of_captions(["!", ""])
 
 
@@ -241,6 +275,17 @@ def test_embeddings_are_the_last_hidden_states_without_padding(name, language_mo
     assert np.isfinite(metrics(tmp_path / "run")[-1]["val_loss_dense"])
 
 
+def test_a_language_model_without_some_of_its_weights_is_refused(language_models, tmp_path):
+    shutil.copytree(language_models.folder / "t5", tmp_path / "t5")
+    weights = load_file(tmp_path / "t5/model.safetensors")
+    first = next(name for name in weights if "SelfAttention.q" in name)
+    save_file(
+        {k: v for k, v in weights.items() if k != first}, tmp_path / "t5/model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(ValueError, match="is missing in its weights"):
+        LanguageModel(str(tmp_path / "t5"), 6, torch.device("cpu"))
+
+
 def test_a_folder_that_is_no_language_model_is_one_clear_error(folder, tmp_path):
     pytest.importorskip("transformers", reason="`make finetune` installs it")
     with pytest.raises((UserError, SystemExit), match="cannot be loaded by transformers"):
@@ -260,7 +305,9 @@ def test_the_clip_score_is_the_mean_cosine(language_models, tmp_path):
     samples = FeatureSet(labels=np.array(captions))
     samples.statistics[AllFeatures, "clip"] = kept = AllFeatures(8, "cpu", 2)
     kept.update(images, 0)
-    score = ClipScore("clip", str(tmp_path))(FeatureSet(), samples)["clip_score"]
+    metric = ClipScore("clip", str(tmp_path))
+    metric.prepare(samples.labels)
+    score = metric(FeatureSet(), samples)["clip_score"]
     with torch.no_grad():
         rows = [
             net(**language_models.tokenizer(text, return_tensors="pt")).text_embeds[0] for text in captions
@@ -268,5 +315,5 @@ def test_the_clip_score_is_the_mean_cosine(language_models, tmp_path):
     texts = torch.stack(rows).double().numpy()
     cosines = (texts * images).sum(1) / np.linalg.norm(texts, axis=1) / np.linalg.norm(images, axis=1)
     assert score == pytest.approx(100 * cosines.mean(), rel=1e-5)
-    with pytest.raises(ValueError, match=r"clip_score: .* cannot be loaded"):
-        ClipScore("clip", str(tmp_path / "missing"))(FeatureSet(), samples)
+    with pytest.raises(ValueError, match=r"text_model=.* cannot be loaded by transformers"):
+        ClipScore("clip", str(tmp_path / "missing")).prepare(samples.labels)
