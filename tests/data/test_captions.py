@@ -5,6 +5,7 @@ import json
 import shutil
 import tarfile
 import zipfile
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,6 +23,7 @@ from evaluation import ClipScore
 from evaluation.features import FeatureSet
 from evaluation.statistics import AllFeatures
 from runtime.errors import UserError
+from tests.data.test_latents import MANIFEST
 from tests.runs import composed, metrics, tiny_run
 
 CAPTIONS = ["a red roof", "The flower, yellow!", "two roofs"]
@@ -317,3 +319,46 @@ def test_the_clip_score_is_the_mean_cosine(language_models, tmp_path):
     assert score == pytest.approx(100 * cosines.mean(), rel=1e-5)
     with pytest.raises(ValueError, match=r"text_model=.* cannot be loaded by transformers"):
         ClipScore("clip", str(tmp_path / "missing")).prepare(samples.labels)
+
+
+OF_WORDS = {"encoder": "words", "num_tokens": 3, "num_captions": 1, "words": ["a"], "prompts": ["a"]}
+OF_MODEL = {"encoder": "m", "weights_hash": "h", "num_tokens": 3, "num_captions": 1, "num_features": 4}
+OF_MODEL["prompts"] = ["a"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            5,
+            [],
+            {},
+            OF_WORDS | {"encoder": None},
+            OF_WORDS | {"num_tokens": 0},
+            OF_WORDS | {"num_captions": True},
+        ),
+        *(OF_WORDS | {"num_tokens": 513}, OF_WORDS | {"words": []}, OF_WORDS | {"words": "abc"}),
+        *(
+            OF_WORDS | {"words": ["a"] * 32_768},
+            OF_WORDS | {"prompts": ["a"] * 1001},
+            OF_WORDS | {"prompts": [1]},
+        ),
+        *(OF_WORDS | {"prompts": ["a" * 4097]}, {k: v for k, v in OF_WORDS.items() if k != "words"}),
+        *(OF_MODEL | {"words": ["a"]}, OF_MODEL | {"weights_hash": None}, OF_MODEL | {"num_features": 2**18}),
+    ],
+    ids=lambda text: str(text)[:60],
+)
+def test_a_manifest_with_another_description_of_captions_is_refused(text):
+    for valid in (OF_WORDS, OF_MODEL, None):
+        assert replace(MANIFEST, text=valid).text == valid
+    with pytest.raises(ValueError, match=r"^text=.* must be null, or have "):
+        replace(MANIFEST, text=text)
+
+
+def test_a_word_that_the_vocabulary_does_not_have_is_refused(folder, tmp_path):
+    shutil.copytree(folder / "latents", tmp_path / "latents")
+    text = np.load(tmp_path / "latents/text.npy")
+    text[0, 0, 0] = 9
+    np.save(tmp_path / "latents/text.npy", text)
+    with pytest.raises(ValueError, match=r"text\.npy holds 9 or \d, of 8 words"):
+        open_latents(tmp_path / "latents").read_text(np.arange(6))
