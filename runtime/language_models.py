@@ -22,7 +22,7 @@ class TextModel:
 
     def __init__(self, name: str, kind: dict[str, str], key: str, device: torch.device | None):
         try:
-            import transformers
+            import transformers  # pyright: ignore (optional)
         except ImportError as error:
             raise ValueError(f"{key}={name} needs `pip install transformers`") from error
         try:
