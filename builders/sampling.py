@@ -181,8 +181,7 @@ def open_model(
     if request.run is not None:
         weights = _weights_of(path, request.checkpoint, launch)
     run = open_weights(path, experiment, weights, launch)
-    where = f"{request.run}/manifest.json" if request.run else request.name
-    manifest = manifest_from(experiment.details["data"]["manifest"], f"{where}: data.manifest")
+    manifest = manifest_of(request, experiment)
     if request.class_label in manifest.untrained_classes:
         raise ValueError(f"class_label={request.class_label} has no images in the training data")
     entry = run.entry or run.weights.name
@@ -332,9 +331,16 @@ def check_prompts(request: SamplingConfig, experiment: Experiment) -> None:
         raise ValueError(f"{given[0]}={value} does not apply: the network takes no captions")
     if given[:2] == ["prompt", "prompts"]:
         raise ValueError("prompt and prompts must not be given together")
-    manifest = manifest_from(experiment.details["data"]["manifest"], f"{request.name}: data.manifest")
-    if (prompts := prompts_of(request)) and "words" in (text := manifest.text or {}):
-        Words(text["words"], text["num_tokens"])(prompts)
+    if prompts := prompts_of(request):
+        text = manifest_of(request, experiment).text or {}
+        if "words" in text:
+            Words(text["words"], text["num_tokens"])(prompts)
+
+
+def manifest_of(request: SamplingConfig, experiment: Experiment) -> LatentManifest:
+    """Return the manifest of the data of the requested run or file."""
+    where = f"{request.run}/manifest.json" if request.run else request.name
+    return manifest_from(experiment.details["data"]["manifest"], f"{where}: data.manifest")
 
 
 def text_condition(
