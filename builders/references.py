@@ -31,9 +31,8 @@ def reference_of(dataset: LatentDataset, encoder: Any, name: str) -> Reference:
     ids = dataset.held_out_ids
     held_out = real_images(dataset, ids, encoder) if len(ids) > 1 else None
     data = dataset.describe()
-    reference = Reference(name, images=ArrayImages(images), labels=labels, held_out=held_out, data=data)
-    reference.held_out_captions = dataset.captions(ids)
-    return reference
+    own = {"labels": labels, "held_out": held_out, "held_out_captions": dataset.captions(ids)}
+    return Reference(name, images=ArrayImages(images), data=data, **own)
 
 
 def of_latents(path: str) -> Reference:

@@ -25,6 +25,7 @@ from builders.public import read_weights_file
 from builders.rules import DECODINGS, LABELS, NUM_SEEDS
 from builders.schemas import PRECISIONS, SWITCH
 from data import LatentManifest, Words, encoder_for, image_decoder, manifest_from, text_encoder_for
+from data.manifest import MAX_PROMPTS
 from diffusion import Guidance, Precond
 from models import Backbone
 from runtime.errors import check_choice, check_positive
@@ -37,7 +38,6 @@ from training.run_folder import RunFolder
 from training.weights import find_mismatch, load_weights, read_weights
 
 MAX_SLUG = 60  # letters of a prompt in the name of a file
-MAX_PROMPTS = 1000  # that are embedded once, and kept
 MAX_TOKENS = 2**16  # 4096x4096 pixels with an autoencoder of factor 8 and patches of 2
 GROUPS = ("sampler", "guidance")
 STD = re.compile(r"std(0?\.\d+)")  # a checkpoint of ema=post_hoc
@@ -356,7 +356,7 @@ def text_condition(
     """
     text = manifest.text or {}
     encoder, texts = text_encoder_for(text, device, text_encoder), [*(prompts or text["prompts"])]
-    if len(texts) > MAX_PROMPTS:
+    if len(texts) > MAX_PROMPTS:  # too many embeddings to keep
         return np.array(texts), None, lambda chosen: torch.from_numpy(encoder(chosen.tolist()))
     # A language model is not needed again.
     rows, embedded = {text: i for i, text in enumerate(texts)}, torch.from_numpy(encoder(texts))

@@ -55,7 +55,7 @@ class Captions:
         return self.encoder.describe() | {"num_captions": self.count, "prompts": prompts}
 
     def key(self) -> list[Any]:
-        """Return what the arrays depend on, besides the texts."""
+        """Identify the encoder."""
         return [self.encoder.name, self.encoder.weights_hash, self.encoder.num_tokens]
 
     def name_sides(self) -> bool:

@@ -1,7 +1,7 @@
 """Embedded data sets: small images from installed packages, written once as a latent folder."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def write_once(path: str, origin: dict[str, Any], write: Callable[[], None]) -> 
 
 def write_pixels(
     path: str,
-    batches: Iterable[tuple[np.ndarray, ...]],
+    batches: Iterable[tuple[np.ndarray, np.ndarray, Mapping[str, np.ndarray]]],
     typical: np.ndarray,
     count: int,
     num_held_out: int,
@@ -51,7 +51,7 @@ def write_pixels(
     """Write a latent folder of pixels.
 
     Args:
-        batches: images (N, C, H, W) uint8, labels (N,), and masks (N, H, W) uint8 or captions, if described.
+        batches: images (N, C, H, W) uint8, labels (N,), and masks or captions as `LatentWriter.append` takes.
         typical: images (N, C, H, W) uint8 that set shift and scale: the network sees them with mean 0 and
             standard deviation 0.5, EDM's sigma_data.
     """
@@ -74,11 +74,9 @@ def write_pixels(
         origin=origin,
         text=text,
     )
-    others = ("masks",) if text is None else ("text",)
     with LatentWriter(path, manifest) as writer:
-        for images, labels, *rest in batches:
-            stored = encoder.encode(torch.from_numpy(images)).numpy()
-            writer.append(stored, labels, **dict(zip(others, rest, strict=False)))
+        for images, labels, others in batches:
+            writer.append(encoder.encode(torch.from_numpy(images)).numpy(), labels, **others)
 
 
 def digits(
@@ -119,10 +117,9 @@ def _write_digits(path: str, foreground_masks: bool, num_images: int | None, siz
         typical = np.stack([np.asarray(x) for x in bicubic])[:, None]
     ids = _first_digits(num_images)
     images, labels, classes = typical[ids], source.target[ids], tuple(map(str, source.target_names))
-    masks, kind = (images[:, 0], "segmentation") if foreground_masks else (None, None)
+    masks, kind = ({"masks": images[:, 0]}, "segmentation") if foreground_masks else ({}, None)
     origin = None if num_images is None else {"num_images": num_images}
-    batches = [(images, labels) if masks is None else (images, labels, masks)]
-    num_held_out = NUM_HELD_OUT_DIGITS
+    batches, num_held_out = [(images, labels, masks)], NUM_HELD_OUT_DIGITS
     write_pixels(path, batches, typical, len(images), num_held_out, classes, kind, origin)
 
 

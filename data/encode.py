@@ -78,9 +78,7 @@ class EncodeConfig:
     features: str | None = None  # dinov2_b: also store features of the patches, for alignment=repa
     features_weights: str | None = None  # safetensors file of this encoder
     captions: str | None = None  # beside: files next to the images; or annotations of COCO
-    text_encoder: str = (
-        "words"  # their words as ids; or a language model of transformers: a folder, OWNER/NAME
-    )
+    text_encoder: str = "words"  # or a language model of transformers: a folder, OWNER/NAME on the hub
     max_text_tokens: int = 77  # of a language model
 
 

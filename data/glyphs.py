@@ -69,7 +69,7 @@ def _write(path: str, origin: dict[str, int]) -> None:
     num_images, seed = origin["num_images"], origin["seed"]
     typical, _ = draw_glyphs(seed, 0, NUM_TYPICAL)
     starts = tqdm(range(0, num_images, CHUNK), desc=path, unit_scale=CHUNK, unit="image", leave=False)
-    batches = (draw_glyphs(seed, first, min(CHUNK, num_images - first)) for first in starts)
+    batches = ((*draw_glyphs(seed, first, min(CHUNK, num_images - first)), {}) for first in starts)
     num_held_out = num_images // HELD_OUT_EVERY
     write_pixels(path, batches, typical, num_images, num_held_out, tuple(CHARACTERS), origin=origin)
 

@@ -61,11 +61,11 @@ def _write(path: str, origin: dict[str, int], side: int) -> None:
     num_images, seed = origin["num_images"], origin["seed"]
     words, num_held_out = Words(WORDS, MAX_WORDS), num_images // HELD_OUT_EVERY
 
-    def batch(first: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def batch(first: int) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         indices = range(first, min(first + CHUNK, num_images))
         captions, things = zip(*(draw_scene(seed, index) for index in indices), strict=True)
         images = np.stack([render(each, side) for each in things])
-        return images, np.array(indices) % len(KINDS), words([*map(str, captions)])[:, None]
+        return images, np.array(indices) % len(KINDS), {"text": words([*map(str, captions)])[:, None]}
 
     typical = np.stack([render(draw_scene(seed, index)[1], side) for index in range(NUM_TYPICAL)])
     starts = tqdm(range(0, num_images, CHUNK), desc=path, unit_scale=CHUNK, unit="image", leave=False)

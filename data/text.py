@@ -90,7 +90,7 @@ class LanguageModel:
         return {**record, "num_features": self.num_features}
 
     def __call__(self, captions: Sequence[str]) -> np.ndarray:
-        """Return the embeddings (N, M, F) float16; those of padding are 0."""
+        """Return the embeddings (N, M, F) float16; padding is 0."""
         outputs = self._model(captions, self.num_tokens)
         parts = [(out.last_hidden_state * mask.unsqueeze(-1)).half().cpu() for mask, out in outputs]
         embeddings = torch.cat(parts).numpy()

@@ -50,4 +50,5 @@ class TextModel:
             tokens = self.tokenizer(batch, **options, return_tensors="pt").to(self.device)
             mask = tokens["attention_mask"]
             with torch.autocast(mask.device.type, enabled=False):
-                yield mask, self.net(input_ids=tokens["input_ids"], attention_mask=mask)
+                output = self.net(input_ids=tokens["input_ids"], attention_mask=mask)
+            yield mask, output

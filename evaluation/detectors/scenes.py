@@ -7,8 +7,6 @@ import numpy as np
 from runtime.scenes import COLOURS, SHAPES, Thing, read_scene
 
 CELLS, MAX_THINGS = 8, 9  # cells along a side; objects that are stored: one more than captions can have
-
-
 NAMES = [*COLOURS, "?"], [*SHAPES, "?"]
 
 

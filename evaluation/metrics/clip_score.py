@@ -35,8 +35,9 @@ class ClipScore(Metric):
         return {"clip_score": 100 * F.cosine_similarity(images, captions).mean().item()}
 
     def prepare(self, labels: np.ndarray) -> None:
-        """Embed the captions, before images are drawn."""
-        texts = np.unique(labels).tolist()
+        """Embed new captions, before images are drawn."""
+        if not (texts := [text for text in np.unique(labels).tolist() if text not in self._known]):
+            return
         model = TextModel(self.text_model, {"clip": KIND, "clip_text_model": KIND}, "text_model", self.device)
         parts = [output.text_embeds for _, output in model(texts, MAX_TOKENS)]
-        self._known = dict(zip(texts, torch.cat(parts).double(), strict=True))
+        self._known |= dict(zip(texts, torch.cat(parts).double(), strict=True))

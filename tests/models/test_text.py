@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from diffusion import EDMPrecond
 from diffusion.guidance import CFG, Branch
-from models import TextShape
+from models import DiT, TextShape
 from routing import Route, Routing
 from tests.networks import small_batch, small_dit
 
@@ -140,8 +141,6 @@ def test_guidance_leads_away_from_the_empty_caption(conditioning):
 @pytest.mark.parametrize("text", [IDS, EMBEDDINGS], ids=["ids", "embeddings"])
 def test_flops_are_those_that_torch_counts(conditioning, text):
     net, (x, c_noise, _) = text_net(conditioning, text).train(), small_batch(2)
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     for ratio, kept in ((0.0, 16), (0.5, K)):
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             net(x, c_noise, captions(text)[:2], routing=Routing(ratio)).sum().backward()
@@ -149,8 +148,6 @@ def test_flops_are_those_that_torch_counts(conditioning, text):
 
 
 def test_cross_attention_starts_as_zero_and_learns():
-    from models import DiT
-
     torch.manual_seed(0)
     net = DiT(8, 2, 3, 32, 2, 4, num_classes=0, conditioning="cross", text=IDS)
     assert not any(block.cross.proj.weight.any() for block in net.blocks)
