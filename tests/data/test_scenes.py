@@ -60,6 +60,8 @@ def test_more_objects_or_swapped_colours_are_not_shown():
     swapped = [replace(square, colour="blue"), replace(circle, colour="red")]
     assert not is_shown(caption, read_scene(image_of(swapped)))
     assert not is_shown(caption, read_scene(image_of([square, circle, replace(circle, y=0.85)])))
+    other = Thing("green", "diamond", 0.45, 0.85, 0.13)
+    assert not is_shown(caption, read_scene(image_of([square, circle, other])))
 
 
 def test_objects_that_are_no_shapes_are_unclear():
