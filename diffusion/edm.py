@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from diffusion.objective import Loss, Precond
-from diffusion.path import EDMPath
+from diffusion.path import EDMPath, Path
 from runtime.errors import check_positive
 
 
@@ -18,7 +18,7 @@ class EDMPrecond(Precond):
         sigma_data: standard deviation of the latents.
     """
 
-    path = EDMPath()
+    path: Path = EDMPath()
 
     def __init__(self, net: nn.Module, sigma_data: float = 0.5):
         check_positive("diffusion.sigma_data", sigma_data)
@@ -50,11 +50,14 @@ class OptimalPrecond(EDMPrecond):
 
     Args:
         posterior_mean: posterior_mean(x_t, alpha, sigma, class_labels) -> E[x | x_t, class].
+        path: [EDM]'s, or the one of an objective that predicts the clean latents.
     """
 
-    def __init__(self, posterior_mean: Callable[..., torch.Tensor], sigma_data: float):
+    def __init__(
+        self, posterior_mean: Callable[..., torch.Tensor], sigma_data: float, path: Path = EDMPrecond.path
+    ):
         super().__init__(nn.Identity(), sigma_data)
-        self.posterior_mean = posterior_mean
+        self.posterior_mean, self.path = posterior_mean, path
 
     def predict_both(
         self,

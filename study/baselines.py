@@ -38,7 +38,7 @@ MAX_DIMENSIONS = 4096  # of Gaussians, whose covariances take hours beyond
 TASKS = {"digits": ("data=digits",), "mixture": ("data=mixture",)}
 TASKS |= {"glyphs": ("data=glyphs", "data.num_images=32768")}
 TASKS |= {
-    name: (f"data={study.data}", *(key for key in study.task if key.startswith("data.")))
+    name: (f"data={study.data}", *(key for key in study.task if key.startswith(("data.", "diffusion."))))
     for name, study in STUDIES.items()
     if not study.gpu
 }
@@ -105,7 +105,8 @@ def losses(experiment: Experiment, dataset: LatentDataset) -> dict[str, dict[str
     if latents[0].size <= MAX_DIMENSIONS:
         filters["class Gaussians"] = GaussianDenoiser(latents, classes)
     best = {"val_loss_optimal": dataset.posterior_mean} if isinstance(dataset, MixtureDataset) else {}
-    preconds = {key: OptimalPrecond(denoiser, sigma_data) for key, denoiser in (filters | best).items()}
+    path = experiment.precond(experiment.meta_net).path
+    preconds = {key: OptimalPrecond(denoiser, sigma_data, path) for key, denoiser in (filters | best).items()}
     values = DenseLoss(preconds, loss, batches, ALONE.sum, torch.device("cpu"))(0)
     optimal = {key: value for key, value in values.items() if key in best}
     return {name: {LOSS: values[name], **optimal} for name in filters}
