@@ -61,6 +61,7 @@ class DiT(Backbone):
             blocks. `prefix`: the tokens of a caption come before the image's and never bypass. `cross`: image
             tokens attend to them in each block.
         text: shape of the captions, for `prefix` and `cross`.
+        pool_text: also add the mean of a caption's tokens to the embedding of the noise level [SD3].
         learn_sigma: output 2C channels, as public DiT and SiT checkpoints do.
         init: `adaln_zero`: every block starts as the identity and the output at zero [DiT]; `xavier`: the
             initialisation of the public TREAD code, which overwrites these zeros.
@@ -100,6 +101,7 @@ class DiT(Backbone):
         class_dropout_prob: float = 0.1,
         conditioning: str = "class",
         text: TextShape | None = None,
+        pool_text: bool = False,
         learn_sigma: bool = False,
         init: str = "adaln_zero",
         block: type[DiTBlock] = DiTBlock,
@@ -181,6 +183,7 @@ class DiT(Backbone):
         has_labels = num_classes and text is None
         self.y_embedder = LabelEmbedder(num_classes, hidden_size) if has_labels else None
         self.text_embedder, self.text_is_prefix = text_embedder, conditioning == "prefix"
+        self.pool_text = pool_text
         num_learned = num_prefix_tokens - (num_text_tokens if self.text_is_prefix else 0)
         self.prefix = nn.Parameter(torch.empty(1, num_learned, hidden_size)) if num_learned else None
         pos_embed = positions = None
@@ -284,6 +287,8 @@ class DiT(Backbone):
         t = self.t_embedder(c_noise)  # (N, D) or (N, L, D)
         t = t.unsqueeze(1) if t.dim() == 2 else t  # (N, 1 or L, D)
         c = t if self.y_embedder is None else t + self.y_embedder(labels).unsqueeze(1)  # (N, 1 or L, D)
+        if self.text_embedder is not None and self.pool_text:
+            c = t + self.text_embedder.pool(text, bias).unsqueeze(1)  # (N, 1 or L, D)
         table = self.positions  # (1, L, ...) or None
         caption: tuple[Any, ...] = () if bias is None else (bias,) if self.text_is_prefix else (bias, text)
         dense_arguments = (c, table, *caption)  # what a block takes besides x

@@ -43,6 +43,7 @@ def transcribed(net, x, c_noise, text):
     words = torch.cat([embedder.first, words], dim=1)  # (1, 1 + length, D)
     x = net.x_embedder(x) + net.pos_embed
     c = net.t_embedder(c_noise)[:, None]
+    c = c + words.mean(1, keepdim=True) if net.pool_text else c
     x = torch.cat([words, x], dim=1) if net.text_is_prefix else x
     for block in net.blocks:
         shift1, scale1, gate1, shift2, scale2, gate2 = block.adaLN_modulation(c).chunk(6, dim=-1)
@@ -68,14 +69,11 @@ def of_torch(cross, x, words):
 
 @BOTH
 @pytest.mark.parametrize("text", [IDS, EMBEDDINGS], ids=["ids", "embeddings"])
-@pytest.mark.parametrize("attention", ["sdpa", "explicit"])
+@pytest.mark.parametrize(("attention", "pool_text"), [("sdpa", False), ("explicit", False), ("sdpa", True)])
 @torch.no_grad()
-def test_padding_has_no_effect(conditioning, text, attention):
-    net, (x, c_noise, _), rows = (
-        text_net(conditioning, text, attention=attention),
-        small_batch(),
-        captions(text),
-    )
+def test_padding_has_no_effect(conditioning, text, attention, pool_text):
+    net = text_net(conditioning, text, attention=attention, pool_text=pool_text)
+    (x, c_noise, _), rows = small_batch(), captions(text)
     F_x = net(x, c_noise, rows)
     for i in range(4):
         expected = transcribed(net, x[i : i + 1], c_noise[i : i + 1], rows[i : i + 1])
