@@ -142,13 +142,11 @@ class DiT(Backbone):
         text = None if conditioning == "class" else text
         text_embedder = None if text is None else TextEmbedder(text, hidden_size)
         num_text_tokens = 0 if text_embedder is None else text_embedder.num_tokens
-        if conditioning == "prefix":
-            num_prefix_tokens += num_text_tokens
+        num_learned = num_prefix_tokens
+        num_prefix_tokens += num_text_tokens if conditioning == "prefix" else 0
         if num_prefix_tokens and (window == "separate" or not block.allows_prefix):
-            rule = (
-                "0, and model/conditioning not prefix, with model.window=separate or model/block=self_logit"
-            )
-            raise ValueError(f"model.num_prefix_tokens={num_prefix_tokens} must be {rule}")
+            rule = "must be 0, and model/conditioning not prefix, with model.window=separate or "
+            raise ValueError(f"model.num_prefix_tokens={num_prefix_tokens} {rule}model/block=self_logit")
         if window == "separate" and rejoin is not Bypass:
             raise ValueError("model.window=separate must have model/rejoin=bypass")
         if inner_head is not None:
@@ -164,7 +162,8 @@ class DiT(Backbone):
         self.inner_head, self.projector_block, self.projector = inner_head, None, None
         self.patch_size, self.in_channels = patch_size, in_channels
         self.latent_shape = (in_channels, input_size, input_size)
-        self.num_classes, self.text, self.class_dropout_prob = num_classes, text, class_dropout_prob
+        self.num_classes, self.text, self.pool_text = num_classes, text, pool_text
+        self.class_dropout_prob = class_dropout_prob
         self.num_prefix_tokens = num_prefix_tokens
         self.routes, self.router, self.window = resolve_routes(routes, depth), router, window
         self.fp32_after_route, self.gradient_checkpointing = fp32_after_route, gradient_checkpointing
@@ -183,8 +182,6 @@ class DiT(Backbone):
         has_labels = num_classes and text is None
         self.y_embedder = LabelEmbedder(num_classes, hidden_size) if has_labels else None
         self.text_embedder, self.text_is_prefix = text_embedder, conditioning == "prefix"
-        self.pool_text = pool_text
-        num_learned = num_prefix_tokens - (num_text_tokens if self.text_is_prefix else 0)
         self.prefix = nn.Parameter(torch.empty(1, num_learned, hidden_size)) if num_learned else None
         pos_embed = positions = None
         if block.has_position_table:
@@ -212,9 +209,7 @@ class DiT(Backbone):
             self.head = WideHead(block, *sizes, *latents)
         final = partial(FinalLayer, patch_size=patch_size, out_channels=out_channels)
         self.final_layer = final(block.final_norm(width), width)
-        self.inner_layer = None
-        if inner_head is not None:
-            self.inner_layer = final(block.final_norm(hidden_size), hidden_size)
+        self.inner_layer = None if inner_head is None else final(block.final_norm(hidden_size), hidden_size)
         self._initialize_weights(zero=init == "adaln_zero")
 
     def _initialize_weights(self, zero: bool) -> None:
@@ -350,8 +345,7 @@ class DiT(Backbone):
         last = 0
         for layer in (self.final_layer, self.inner_layer):
             if layer is not None:
-                per_token = self.head is not None and layer is self.final_layer
-                modulations = T if per_token else 1
+                modulations = T if self.head is not None and layer is self.final_layer else 1
                 last += T * linear_flops(layer.linear) + modulations * linear_flops(layer.adaLN_modulation)
         of_head = 0 if self.head is None else self.head.block_flops(T)
         if self.head is not None:

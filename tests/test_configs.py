@@ -314,7 +314,8 @@ def test_parity_turns_all_official_details_together(model):
 def test_the_model_group_is_the_signature_of_the_network():
     written_keys = set(written("data=scenes")["model"])
     assert written_keys - {"_target_"} == set(inspect.signature(DiT).parameters)
-    assert written_keys - set(written()["model"]) == {"conditioning"}, "its option class has no key"
+    of_captions = {"conditioning", "pool_text"}  # its option class has no key
+    assert written_keys - set(written()["model"]) == of_captions
 
 
 @pytest.mark.parametrize(
