@@ -5,6 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 TASK ?= digits
 DEMO = runs/tread_tiny_$(TASK)_seed0
+OF_scenes = num_steps=15 labels=balanced
 TWINS ?= runs/twins
 JOBS ?= 2  # parallel tests
 
@@ -12,7 +13,7 @@ JOBS ?= 2  # parallel tests
 
 demo: setup ## train on digits, draw samples and score them; TASK=scenes: captions; ARGS="train.total_steps=200"
 	$(BIN)/python train.py model=tread data=$(TASK) run_name=$(notdir $(DEMO)) $(ARGS)
-	$(BIN)/python sample.py run=$(DEMO) num_samples=500 out=$(DEMO)/samples/demo.npz overwrite=true
+	$(BIN)/python sample.py run=$(DEMO) num_samples=500 out=$(DEMO)/samples/demo.npz overwrite=true $(OF_$(TASK))
 	$(BIN)/python fid.py suite=$(TASK) samples=$(DEMO)/samples/demo.npz reference=latents/$(TASK) overwrite=true
 	@echo "The picture is $(DEMO)/samples/demo.png, the scores are $(DEMO)/samples/demo.scores.json, the run is $(DEMO)."
 

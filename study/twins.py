@@ -168,9 +168,10 @@ for tokens, side in ((64, 32), (256, 64), (1024, 128)):
         *("scenes", (*TEXT, *size), CONDITIONED["prefix"] | CONDITIONED["cross"], 500, 0.004),
         **FIVE_SEEDS,
     )
+CONSTANT = ("optimizer.schedule=constant", "guidance=none")  # so that all steps can be compared
 # 32 pixels again, long enough to follow captions; their kinds as classes, to compare with.
 STUDIES["captions-64"] = Study(
-    *("scenes", ("model.hidden_size=96", "model.depth=12", "model.num_heads=3", "guidance=none")),
+    *("scenes", ("model.hidden_size=96", "model.depth=12", "model.num_heads=3", *CONSTANT)),
     *({arm: keys for arms in CONDITIONED.values() for arm, keys in arms.items()}, 2000, 0.005),
     **FIVE_SEEDS | {"evaluations": 10},
     noises=1,
