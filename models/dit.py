@@ -29,7 +29,7 @@ from models.layers import (
     sincos_position_table,
 )
 from models.rejoin import Bypass
-from models.text import TextAttention, TextEmbedder, TextShape
+from models.text import TextAttention, TextEmbedder, TextShape, mean_token
 from models.wide_head import WideHead
 from routing import (
     Route,
@@ -282,8 +282,8 @@ class DiT(Backbone):
         t = self.t_embedder(c_noise)  # (N, D) or (N, L, D)
         t = t.unsqueeze(1) if t.dim() == 2 else t  # (N, 1 or L, D)
         c = t if self.y_embedder is None else t + self.y_embedder(labels).unsqueeze(1)  # (N, 1 or L, D)
-        if self.text_embedder is not None and self.pool_text:
-            c = t + self.text_embedder.pool(text, bias).unsqueeze(1)  # (N, 1 or L, D)
+        if self.pool_text and text is not None and bias is not None:
+            c = t + mean_token(text, bias)  # (N, 1 or L, D)
         table = self.positions  # (1, L, ...) or None
         caption: tuple[Any, ...] = () if bias is None else (bias,) if self.text_is_prefix else (bias, text)
         dense_arguments = (c, table, *caption)  # what a block takes besides x

@@ -74,14 +74,15 @@ class TextEmbedder(nn.Module):
         bias = bias.masked_fill(~is_token, -torch.inf)
         return tokens, nn.functional.pad(bias, (1, 0))[:, None, None]
 
-    def pool(self, tokens: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """Return the mean (N, D) of each caption's tokens (N, S, D), without padding."""
-        weights = bias.exp().transpose(1, 3).squeeze(2)  # (N, S, 1): 1, or 0 for padding
-        return (tokens * weights).sum(dim=1) / weights.sum(dim=1)
-
     def flops(self) -> int:
         """Return the FLOPs of the matrix products for one caption."""
         return (self.num_tokens - 1) * linear_flops(self.embed)
+
+
+def mean_token(tokens: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return the mean (N, 1, D) of each caption's tokens (N, S, D), without padding."""
+    weights = bias.exp().transpose(1, 3).squeeze(2)  # (N, S, 1): 1, or 0 for padding
+    return (tokens * weights).sum(dim=1, keepdim=True) / weights.sum(dim=1, keepdim=True)
 
 
 class TextAttention(nn.Module):
