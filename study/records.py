@@ -179,7 +179,8 @@ def compare(
     groups, signs = changes_of(records, study, key, arms, at, guidance)
     if than is not None:
         subtracted, of_other = changes_of(records, than, key, arms, at, guidance)
-        groups, signs = [*groups, *subtracted] if subtracted else [], (*signs, *(-sign for sign in of_other))
+        groups = [*groups, *subtracted] if groups and subtracted else []
+        signs = (*signs, *(-sign for sign in of_other))
     if not groups:
         return None
     if len(groups) == 1 or than is not None:

@@ -327,6 +327,22 @@ def test_what_a_method_changes_with_and_without_routes(tmp_path, header):
     assert cells[-2].startswith("-25.0 %")
 
 
+def test_a_change_is_compared_with_the_one_of_another_study(tmp_path, header):
+    """At equal FLOPs routes halve the loss on the first study and change it by 0.8 on the second."""
+    for study, ratio in (("scenes-64", 0.8), ("scenes-1024", 0.5)):
+        record = Record(f"twins_{study}", tmp_path, header)
+        for seed, wobble in enumerate((0.99, 1.0, 1.01)):
+            record.add(f"dense {seed}", [row("dense", seed, step, step, **{LOSS: 0.4}) for step in (90, 100)])
+            record.add(f"routed {seed}", [row("routed", seed, 200, 100, **{LOSS: 0.4 * ratio * wobble})])
+        effect = compare(Records(tmp_path), "scenes-1024", LOSS, PAIR, "gflop", than="scenes-64")
+        if study == "scenes-64":
+            assert effect is None, "one of the two has no records"
+    assert effect.value == pytest.approx(math.log(0.5 / 0.8), abs=1e-4) and effect.low < effect.value
+    (file,) = tmp_path.glob("twins_scenes-64_*.csv")
+    file.unlink()
+    assert compare(Records(tmp_path), "scenes-1024", LOSS, PAIR, "gflop", than="scenes-64") is None
+
+
 def test_the_figure_is_drawn(folder, header):
     record = Record("twins_digits-200", folder, header)
     scores = {LOSS: 0.5, "memorised": 0.1, "fd_pixel_held_out": 0.2}
