@@ -38,7 +38,7 @@ MAX_DIMENSIONS = 4096  # of Gaussians, whose covariances take hours beyond
 TASKS = {"digits": ("data=digits",), "mixture": ("data=mixture",)}
 TASKS |= {"glyphs": ("data=glyphs", "data.num_images=32768")}
 TASKS |= {
-    name: (f"data={study.data}", *(key for key in study.task if key.startswith(("data.", "diffusion."))))
+    name: (f"data={study.data}", *(key for key in study.task if key.startswith(("data.", "diffusion"))))
     for name, study in STUDIES.items()
     if not study.gpu
 }

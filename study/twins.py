@@ -161,9 +161,10 @@ CONDITIONED = {
     name: {f"{twin}, {name}": (*keys, f"model/conditioning={name}") for twin, keys in TWINS.items()}
     for name in ("prefix", "cross", "class")
 }
-TEXT = ("model.hidden_size=64", "model.depth=12", "model.num_heads=1", "model.pool_text=false", *STABLE)
-CONSTANT = ("optimizer.schedule=constant", "guidance=none")  # so that all steps can be compared
-TEXT += ("optimizer=adamw_small", "train.batch_size=8", *CONSTANT)
+CAPTIONED = ("diffusion=x0", "model.patch_size=4", "model.depth=12")
+CAPTIONED += ("optimizer.schedule=constant", "guidance=none")  # so that all steps can be compared
+TEXT = ("model.hidden_size=64", "model.num_heads=1", "model.pool_text=false", *CAPTIONED, *STABLE)
+TEXT += ("optimizer=adamw_small", "train.batch_size=8")
 for tokens, side in ((64, 32), (256, 64), (1024, 128)):
     size = ("data.num_images=10000", f"data.input_size={side}", f"diffusion.loss.shift={side / 32:g}")
     STUDIES[f"scenes-{tokens}"] = Study(
@@ -172,7 +173,7 @@ for tokens, side in ((64, 32), (256, 64), (1024, 128)):
     )
 # 32 pixels again, long enough to follow captions; their kinds as classes, to compare with.
 STUDIES["captions-64"] = Study(
-    *("scenes", ("model.hidden_size=96", "model.depth=12", "model.num_heads=3", *CONSTANT)),
+    *("scenes", ("model.hidden_size=96", "model.num_heads=3", *CAPTIONED)),
     *({arm: keys for arms in CONDITIONED.values() for arm, keys in arms.items()}, 2000, 0.005),
     **FIVE_SEEDS | {"evaluations": 10},
     noises=1,

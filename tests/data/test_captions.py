@@ -140,11 +140,12 @@ def test_damaged_annotations_are_refused(content, tmp_path):
 
 
 def write_tar(file, folder, names):
+    def plain(info):
+        return info.replace(mtime=0, deep=False)  # a time would need further headers
+
     with tarfile.open(file, "w") as archive:
         for name, stored in names.items():
-            archive.add(
-                folder / name, stored, filter=lambda info: info.replace(mtime=0, deep=False)
-            )  # plain headers
+            archive.add(folder / name, stored, filter=plain)
     return file.read_bytes()
 
 
