@@ -20,12 +20,21 @@ ROOT = Path(__file__).parents[1]
 PRELOADED = ("accelerate", "diffusers", "hydra", "matplotlib.pyplot", "scipy.linalg", "sklearn.datasets")
 PRELOADED += ("timm", "torchvision")
 OUTPUTS = ("stdout", "stderr")
-MAX_SEC, MAX_SEC_AFTER_FAILURE = 300, 30  # of all processes; of the others once one has failed
+MAX_SEC, MAX_SEC_AFTER_FAILURE = 300, 30  # of all processes; of the others after one has failed
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(list(PRELOADED))
 
 
-def start(program, *arguments, folder=ROOT, num_processes=1, check=True, variables=None, file_bytes=None):
+def start(
+    program,
+    *arguments,
+    folder=ROOT,
+    num_processes=1,
+    check=True,
+    variables=None,
+    file_bytes=None,
+    max_sec=MAX_SEC,
+):
     """Run a program to its end, and return its exit code with the output of all its processes.
 
     Args:
@@ -34,6 +43,7 @@ def start(program, *arguments, folder=ROOT, num_processes=1, check=True, variabl
         num_processes: how many to run at once, with the environment variables of a launcher.
         variables: further environment variables.
         file_bytes: largest size of a file, as if the disk were full.
+        max_sec: of all processes.
     """
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "WANDB_MODE": "offline", **(variables or {})}
     if num_processes > 1:
@@ -54,7 +64,7 @@ def start(program, *arguments, folder=ROOT, num_processes=1, check=True, variabl
                 _context.Process(target=_run, args=(program, [str(a) for a in arguments], *options))
             )
             processes[-1].start()
-        in_time = _ended(processes)
+        in_time = _ended(processes, max_sec)
         stdout, stderr = (
             "".join(file.read_text() for file in sorted(Path(output).glob(f"*.{name}"))) for name in OUTPUTS
         )
@@ -65,9 +75,9 @@ def start(program, *arguments, folder=ROOT, num_processes=1, check=True, variabl
     return result
 
 
-def _ended(processes):
+def _ended(processes, max_sec):
     """Wait for all processes and kill the ones that time out; True if all ended, or one of them failed."""
-    ends, running = time.monotonic() + MAX_SEC, list(processes)
+    ends, running = time.monotonic() + max_sec, list(processes)
     while running and time.monotonic() < ends:
         wait([process.sentinel for process in running], ends - time.monotonic())
         if any(process.exitcode for process in processes):

@@ -152,7 +152,7 @@ def test_images_follow_their_prompts_after_1200_steps(tmp_path):
     """The demo of scenes, shortened. Captions that have no effect give about 0.1 and 0.02."""
     keys = ("model=tread", "data=scenes", "data.num_images=5000", "run_name=demo")
     keys += ("train.total_steps=1200", "train.eval_every=null", "train.sample_every=null")
-    start("train.py", *keys, folder=tmp_path)
+    start("train.py", *keys, folder=tmp_path, max_sec=1200)
     keys = ("suite=scenes", "run=runs/demo", "reference=latents/scenes", "labels=balanced")
     start("fid.py", *keys, "num_samples=140", "num_steps=8", "out=scores.json", folder=tmp_path)
     scores = json.loads((tmp_path / "scores.json").read_text())["values"]
