@@ -29,13 +29,7 @@ SEEN, OPPOSITE, UNDECIDED, UNTESTABLE = "seen", "opposite seen", "undecided", "n
 MIXED = "mixed"
 NOT_MEASURED = "not measured"
 ALPHA, MIN_GAIN, MIN_PRECISION = 0.05, 0.3, 0.3  # of a claim; of gates b and c
-OF_SAMPLES = (
-    *DISTANCES,
-    "label_accuracy",
-    "accuracy",
-    "precision",
-    "recall",
-)  # scores that gates b and c judge
+OF_SAMPLES = (*DISTANCES, "label_accuracy", "precision", "recall")  # scores that gates b and c judge
 SCORES = (LOSS, EXCESS, "sharpening", "train_loss", "memorised", "accuracy", *OF_SAMPLES)
 REAL = ("real held-out", "real training")  # baselines that are no model
 SAME_DATA = {"depth": "mixture", "width": "mixture", "backbones": "digits"}
@@ -98,8 +92,11 @@ class Comparison:
                 records.chosen_guidance(study, a, g) for a, g in zip(self.arms, self.guidance, strict=False)
             ]
             text += f" ({' against '.join(dict.fromkeys(g.replace('guidance=', '') for g in chosen))})"
-        gates = tuple(gate for gate, reason in failed_gates(records, study, key).items() if reason)
-        commits = records.commits(study, self.arms)
+        studies = (study, self.than) if self.than else (study,)
+        gates = tuple(
+            sorted({gate for s in studies for gate, why in failed_gates(records, s, key).items() if why})
+        )
+        commits = tuple(dict.fromkeys(commit for s in studies for commit in records.commits(s, self.arms)))
         text = f"{text}: {effect.shown(key in RATIOS)}"
         return Finding(text, str(effect.n), commits, effect, self.higher, gates)
 
