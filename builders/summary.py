@@ -59,9 +59,11 @@ def summary(
     return "\n".join(lines)
 
 
-def warnings(train: TrainConfig, manifest: LatentManifest) -> list[str]:
-    """Warn about classes without images and batches larger than the data."""
+def warnings(train: TrainConfig, manifest: LatentManifest, reads_text: bool) -> list[str]:
+    """Warn about classes without images, captions that are not used, and batches larger than the data."""
     lines, num_trained = class_warnings(manifest), manifest.num_trained
+    if manifest.text and not manifest.num_classes and not reads_text:
+        lines.append("the captions of the data are not used: set model/conditioning=prefix or cross")
     if train.batch_size > num_trained:
         rule = f"each step uses some of the {num_trained} training entries more than once"
         lines.append(f"train.batch_size={train.batch_size}: {rule}")
@@ -106,7 +108,7 @@ def _gib(num_bytes: int) -> str:
 def _length(train: TrainConfig, manifest: LatentManifest, resumed_step: int, takes: Estimate) -> list[str]:
     total_steps = train.total_steps
     entries = f"{manifest.num_trained} training entries, {manifest.num_held_out} held out"
-    entries += f", {manifest.num_classes} classes" + (", with horizontal flips" if manifest.hflip else "")
+    entries += f", {manifest.contents}" + (", with horizontal flips" if manifest.hflip else "")
     epochs = f"{total_steps * train.batch_size / manifest.num_trained:.3g} epochs"
     time = f"about {duration((total_steps - resumed_step) * takes.step_sec)}"
     return [

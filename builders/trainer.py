@@ -231,7 +231,7 @@ def _start_writing(
     tracker = experiment.tracker and experiment.tracker.bind()()
     trainer.recorder.open(tracker, flatten(experiment.written))
     print(summary(experiment, resolved, details, cost, trainer.step, dataset.manifest, takes), flush=True)
-    for line in (*warnings(train, dataset.manifest), *short):
+    for line in (*warnings(train, dataset.manifest, experiment.meta_net.text is not None), *short):
         print(f"warning: {line}", flush=True)
 
 

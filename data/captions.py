@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from data.listing import ImageList
-from data.manifest import MAX_PROMPTS
+from data.manifest import MAX_LETTERS, MAX_PROMPTS
 from data.text import WORDS, LanguageModel, Words, words_of
 from runtime.files import parse_json, read_bounded, read_json
 
@@ -50,9 +50,11 @@ class Captions:
 
     def describe(self, positions: Sequence[int]) -> dict[str, Any]:
         """Return their part of the manifest, with first captions of some images at `positions` as prompts."""
-        chosen = np.unique(np.linspace(0, len(positions) - 1, MAX_PROMPTS).astype(int))
-        prompts = [self.texts[positions[i]][0] for i in chosen.tolist()]
-        return self.encoder.describe() | {"num_captions": self.count, "prompts": prompts}
+        first = [self.texts[i][0] for i in positions]
+        if not (texts := [text for text in first if len(text) <= MAX_LETTERS]):
+            raise ValueError(f"all captions have more than {MAX_LETTERS} letters")
+        chosen = np.unique(np.linspace(0, len(texts) - 1, MAX_PROMPTS).astype(int)).tolist()
+        return self.encoder.describe() | {"num_captions": self.count, "prompts": [texts[i] for i in chosen]}
 
     def key(self) -> list[Any]:
         """Identify the encoder."""

@@ -30,7 +30,7 @@ from data.importers import (
 )
 from data.latents import check_labels, open_latents
 from data.manifest import LatentManifest, class_warnings
-from data.writer import NEXT_STEPS, LatentWriter, check_out
+from data.writer import LatentWriter, check_out, next_steps
 from runtime.config import command, run_main
 from runtime.errors import check_choice, check_not_negative, check_positive
 
@@ -77,7 +77,7 @@ def main(request: ConvertConfig) -> None:
     print(f"{request.out}: {manifest.count} entries of {manifest.num_classes} classes")
     for warning in class_warnings(open_latents(request.out).manifest):
         print(f"warning: {warning}")
-    print(NEXT_STEPS.format(out=request.out))
+    print(next_steps(request.out, manifest))
 
 
 def assumed(foreign: Format) -> dict[str, Any]:
@@ -113,13 +113,11 @@ def check_numbers(foreign: Format, source: Source, path: Path) -> np.ndarray:
     """Check the assumptions on a sample of entries, and return the sample (N, C', H, W)."""
     if not source.count:
         raise ValueError(f"source={path} has no entries")
-    if foreign.hflip and source.read is None:
-        raise ValueError("hflip=true is not supported for tars, whose entries cannot be read in any order")
     if foreign.hflip and source.count % 2:
         raise ValueError(f"source={path}: {source.count} entries are not images and flips: set hflip=false")
     half = source.count // 2 if foreign.hflip else source.count
     ids = np.unique(np.linspace(0, half - 1, min(NUM_SAMPLED, half)).astype(int))
-    entries = _stack([*map(source.read, ids)] if source.read else [*islice(source.entries(), NUM_SAMPLED)])
+    entries = _stack([*map(source.read, ids)])
     contradiction, labels = find_contradiction(foreign, entries), source.labels
     if foreign.hflip and not contradiction:
         if labels is not None and not np.array_equal(labels[:half], labels[half:]):
@@ -152,7 +150,7 @@ def build_manifest(request: ConvertConfig, foreign: Format, source: Source, shap
 def chunks(foreign: Format, source: Source) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (position, stored latents) of ENTRIES_AT_ONCE entries, each image with its flip."""
     half = source.count // 2
-    entries = source.entries()
+    entries = map(source.read, range(source.count))
     if foreign.hflip:
         entries = (np.stack([source.read(i), source.read(half + i)]) for i in range(half))
     start = 0

@@ -36,6 +36,7 @@ from data.latents import open_latents, split
 from data.listing import ImageList, list_images
 from data.manifest import (
     FILES,
+    MAX_TEXT_TOKENS,
     LatentManifest,
     class_warnings,
     first_classes,
@@ -43,7 +44,8 @@ from data.manifest import (
     untrained_classes_of,
 )
 from data.masks import MaskFiles, pool_mask, read_mask
-from data.writer import NEXT_STEPS, LatentWriter, check_out, lock_of
+from data.text import WORDS
+from data.writer import LatentWriter, check_out, lock_of, next_steps
 from runtime.config import command, run_main
 from runtime.errors import check_choice, check_not_negative, check_positive
 from runtime.files import write_json
@@ -124,6 +126,10 @@ def check_request(request: EncodeConfig) -> None:
     if request.captions is None and request.text_encoder != EncodeConfig.text_encoder:
         raise ValueError(f"text_encoder={request.text_encoder} needs captions=beside or FILE")
     check_positive("max_text_tokens", request.max_text_tokens)
+    if request.max_text_tokens > MAX_TEXT_TOKENS:
+        raise ValueError(f"max_text_tokens={request.max_text_tokens} must be at most {MAX_TEXT_TOKENS}")
+    if request.text_encoder == WORDS and request.max_text_tokens != EncodeConfig.max_text_tokens:
+        raise ValueError(f"max_text_tokens={request.max_text_tokens} needs a language model as text_encoder")
     if (request.features is None) != (request.features_weights is None):
         raise ValueError("features and features_weights must be given together")
 
@@ -334,8 +340,8 @@ def finish(job: Job, launch: Launch) -> None:
     job.parts.remove()
     if errors:
         print(f"{Path(out) / FILES['manifest']} lists the images left out, with errors (origin.left_out)")
-    print(f"{out}: {count} images of {manifest.num_classes} classes, {num_held_out} of them held out")
-    print(NEXT_STEPS.format(out=out))
+    print(f"{out}: {count} images of {manifest.contents}, {num_held_out} of them held out")
+    print(next_steps(out, manifest))
 
 
 def normalise_channels(folder: Path) -> None:

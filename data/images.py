@@ -48,10 +48,10 @@ class Files:
             in_folder = [*files_in(path)] if path.is_dir() else []
             has_images = any(name.lower().endswith(LOSSLESS + LOSSY) for name in in_folder)
             tars = [] if has_images else [path / name for name in in_folder if name.endswith(".tar")]
-            self._in_tars = index_tars([path] if path.suffix == ".tar" else tars)
-            self._archive = None if path.is_dir() or self._in_tars else zipfile.ZipFile(path)
+            self.in_tars = index_tars([path] if path.suffix == ".tar" else tars)
+            self._archive = None if path.is_dir() or self.in_tars else zipfile.ZipFile(path)
             stored = self._archive.namelist() if self._archive else []
-            names = [*map(normalized_name, stored)] if self._archive else [*self._in_tars] or in_folder
+            names = [*map(normalized_name, stored)] if self._archive else [*self.in_tars] or in_folder
             self._visible = sorted(name for name in names if not _is_hidden(name))
         except ZIP_ERRORS as error:
             raise ValueError(f"{key}{path} cannot be read as a folder, zip or tar: {error}") from error
@@ -65,8 +65,8 @@ class Files:
         self.images = [name for name in self.names if name.lower().endswith(LOSSLESS + LOSSY)]
 
     def open(self, name: str) -> BinaryIO:
-        if self._in_tars:
-            return read_at(*self._in_tars[name])
+        if self.in_tars:
+            return read_at(*self.in_tars[name])
         if self._archive is None:
             return (self.path / name).open("rb")
         self.size(name)
@@ -82,8 +82,8 @@ class Files:
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes. Raise a ValueError if a member of a zip is too large."""
-        if self._in_tars:
-            return self._in_tars[name][2]
+        if self.in_tars:
+            return self.in_tars[name][2]
         if self._archive is None:
             return (self.path / name).stat().st_size
         size = self._archive.getinfo(self._stored[name]).file_size

@@ -8,10 +8,9 @@ Shapes: N entries, C channels of the encoder's latents, C' = 2C for moments.
 """
 
 import math
-import os
 import sys
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -23,15 +22,15 @@ from tqdm import tqdm
 
 from data.images import Files
 from data.listing import LABELS_FILE, read_labels
-from data.manifest import FAR_STD, MAX_CLASSES, MAX_NUMBERS
-from data.tars import DAMAGED, samples
+from data.manifest import FAR_STD, MAX_CLASSES
+from data.tars import index_tars, read_at
 from runtime.arrays import ZIP_ERRORS, load_stored, parse_array, read_array
 
 STORED_AS = ("samples", "mean_logvar", "mean_std")
 LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
 MAX_MEAN = 0.75  # of a channel, in expected standard deviations
 MOSTLY_NEGATIVE = 0.95  # fraction of the log-variances
-TAR_LATENT, TAR_END = "latent.npy", 1024
+TAR_LATENT, TAR_LABEL = ".latent.npy", ".cls"
 HFLIP_MARGIN = 0.2  # between correlations: chance differences are smaller
 SHARD_KEYS, STATISTICS_FILE = ("latents", "latents_flip", "labels"), "latents_stats.pt"  # LightningDiT
 SD_VAE, SD_VAE_MSE = "stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse"
@@ -43,12 +42,8 @@ class Source:
 
     count: int
     labels: np.ndarray | None  # (count,) int64
-    read: Callable[[int], np.ndarray] | None = None  # reads one entry (C', H, W); None: use read_all
-    read_all: Callable[[], Iterator[np.ndarray]] | None = None  # reads all entries in order
+    read: Callable[[int], np.ndarray]  # reads one entry (C', H, W)
     stored: Mapping[str, Any] = field(default_factory=dict)  # values in the files that replace assumptions
-
-    def entries(self) -> Iterator[np.ndarray]:
-        return map(self.read, range(self.count)) if self.read else self.read_all()
 
 
 @dataclass(frozen=True)
@@ -129,35 +124,25 @@ def _find_moments_contradiction(stored_as: str, entries: np.ndarray) -> str | No
 
 def open_tars(path: Path) -> Source:
     """Open a tar or a folder of tars with KEY.latent.npy, a latent, and KEY.cls, its label in decimal."""
-    tars = sorted(path.glob("*.tar")) if path.is_dir() else [path]
-    bar = tqdm(tars, desc="read labels", unit="tar")
-    labels = [_parse_number(sample["cls"], f"{name}.cls") for tar in bar for name, sample in _samples(tar)]
+    files = index_tars(sorted(path.glob("*.tar")) if path.is_dir() else [path])
+    parts = (TAR_LATENT, TAR_LABEL)
+    keys = sorted({name.removesuffix(part) for name in files for part in parts if name.endswith(part)})
+    if missing := [key + part for key in keys for part in parts if key + part not in files]:
+        raise ValueError(f"{path} must have both parts of each entry, but not {missing[0]}")
 
-    def entries() -> Iterator[np.ndarray]:
-        for tar in tars:
-            for name, sample in _samples(tar):
-                try:
-                    yield parse_array(sample[TAR_LATENT])
-                except ValueError as error:
-                    raise ValueError(f"{name}.{TAR_LATENT} cannot be read: {error}") from error
+    def content(name: str) -> bytes:
+        return read_at(*files[name]).getvalue()
 
-    return Source(len(labels), np.array(labels, dtype=np.int64), read_all=entries)
+    def read(i: int) -> np.ndarray:
+        name = keys[i] + TAR_LATENT
+        try:
+            return parse_array(content(name))
+        except ValueError as error:
+            raise ValueError(f"{files[name][0]}: {name} cannot be read: {error}") from error
 
-
-def _samples(tar: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
-    try:
-        with tar.open("rb") as file:
-            for key, sample in samples(file, 4 * MAX_NUMBERS):
-                if sample.keys().isdisjoint({TAR_LATENT, "cls"}):
-                    continue
-                if not sample.keys() >= {TAR_LATENT, "cls"}:
-                    raise ValueError(f"{key} must have both .{TAR_LATENT} and .cls, one after the other")
-                yield f"{tar}: {key}", sample
-            file.seek(-TAR_END, os.SEEK_END)
-            if any(file.read()):
-                raise ValueError(f"it is truncated: a complete tar ends with {TAR_END} zeros")
-    except (OSError, MemoryError, *DAMAGED) as error:
-        raise ValueError(f"{tar} is damaged: {error}") from error
+    bar = tqdm(keys, desc="read labels", unit="label")
+    labels = [_parse_number(content(key + TAR_LABEL), f"{path}: {key}{TAR_LABEL}") for key in bar]
+    return Source(len(labels), np.array(labels, dtype=np.int64), read)
 
 
 def open_lmdb(path: Path) -> Source:

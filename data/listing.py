@@ -41,7 +41,7 @@ def list_images(path: str | Path) -> ImageList:
     In a folder or a zip, each top folder is a class, in alphabetical order, as in torchvision's ImageFolder.
     Each class must have images. Folders that contain all class folders are ignored. Images outside of folders
     have no classes. A dataset.json, as the EDM codebases write it, sets the labels instead. A text file has a
-    path, relative to the file, and a class on each line.
+    path, relative to the file, and a class on each line. Images in tars have no classes.
 
     Raises:
         ValueError: the path does not exist, has no images, or the class of an image is unknown.
@@ -56,7 +56,7 @@ def list_images(path: str | Path) -> ImageList:
         labels = read_labels(files, files.images)
         classes = (labels, 0 if labels is None else int(labels.max()) + 1, None)
     else:
-        classes = _classes_of_folders(files)
+        classes = (None, 0, None) if files.in_tars else _classes_of_folders(files)
     ignored = tuple(sorted(set(files.names) - {*files.images, LABELS_FILE}))
     return ImageList(files.images, files.open, *classes, ignored)
 

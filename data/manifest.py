@@ -128,6 +128,12 @@ class LatentManifest:
         return np.setdiff1d(np.arange(self.num_classes), self.untrained_classes)
 
     @property
+    def contents(self) -> str:
+        """What the entries have beside latents, for messages."""
+        captions = f", captions of up to {self.text['num_tokens']} tokens" if self.text else ""
+        return f"{self.num_classes} classes{captions}"
+
+    @property
     def num_trained(self) -> int:
         """The number of training entries."""
         return self.count - self.num_held_out

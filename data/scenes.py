@@ -31,7 +31,7 @@ from runtime.scenes import (
 # In units of the side: largest radius, room between two objects and to the edge, distance along a relation.
 MAX_RADIUS, GAP, DISTANCE = 0.15, 2.5 / 32, 0.25
 NUM_PLACEMENTS = 128  # tried at once
-SIDES, HELD_OUT_EVERY, NUM_TYPICAL, CHUNK = range(32, 129, 4), 32, 4096, 1024
+SIDES, HELD_OUT_EVERY, NUM_TYPICAL, CHUNK = range(32, 129, 8), 32, 4096, 1024
 
 
 def scenes(
@@ -46,7 +46,7 @@ def scenes(
     """Open the scenes, written once as a latent folder at `path`. Classes are the kinds of the captions.
 
     Args:
-        input_size: side of the images, 32 to 128 and a multiple of 4.
+        input_size: side of the images, 32 to 128 and a multiple of 8.
         num_images: number of images, including the held-out ones.
     """
     if input_size not in SIDES:

@@ -81,7 +81,10 @@ class LanguageModel:
     def __init__(self, name: str, num_tokens: int, device: torch.device):
         self.name, self.num_tokens = name, num_tokens
         self._model = TextModel(name, TEXT_MODELS, "text_encoder", device)
-        self.num_features = self(["a"]).shape[2]
+        try:
+            self.num_features = self(["a"]).shape[2]
+        except (ValueError, IndexError) as error:  # more tokens than the model has positions
+            raise ValueError(f"max_text_tokens={num_tokens} is not possible with {name}: {error}") from error
         self.weights_hash = tensors_hash(self._model.net.state_dict())
 
     def describe(self) -> dict[str, Any]:

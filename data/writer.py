@@ -15,9 +15,13 @@ from runtime.files import sync, write_json
 from runtime.lock import Lock
 
 _CHUNK = 2**22
-NEXT_STEPS = """\
-Check it: python -m data.report path={out}
-Train on it: python train.py model=tread data=latents data.path={out}"""
+
+
+def next_steps(path: str | Path, manifest: LatentManifest) -> str:
+    """Return the commands that check a latent folder and train on it."""
+    keys = "model=tread" + (" model/conditioning=prefix" if manifest.text else "")
+    check = f"Check it: python -m data.report path={path}"
+    return f"{check}\nTrain on it: python train.py {keys} data=latents data.path={path}"
 
 
 class LatentWriter:

@@ -171,6 +171,7 @@ class Suite:
             keys = [key for metric in self.metrics if metric.needs_labels for key in metric.keys]
             raise ValueError(f"{', '.join(keys)} cannot be computed: the samples have no labels")
         if labels is not None and _are_captions(labels):
+            self.check_labels(labels, "samples")
             for metric in self.metrics:
                 metric.prepare(labels)
         if self._reference_features is None:  # first: a damaged reference fails before a sample is drawn

@@ -42,7 +42,17 @@ def options_first(arguments: Sequence[str]) -> list[str]:
             key = text.lstrip("-").replace("-", "_")
             raise UserError(f"{text} is not an option (see --help): set keys without dashes, as {key}")
     overrides = [*known.overrides, *others]
-    return [text for text in arguments if text not in overrides] + overrides
+    quoted = [_quoted(text) for text in overrides]
+    return [text for text in arguments if text not in overrides] + quoted
+
+
+def _quoted(override: str) -> str:
+    """Quote a prompt, so that Hydra takes its commas, brackets and apostrophes as letters."""
+    key, _, value = override.partition("=")
+    if key != "prompt" or value == "null" or value[:1] in ("'", '"'):
+        return override
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    return f'prompt="{escaped}"'
 
 
 def explanation(error: BaseException) -> str:

@@ -29,7 +29,7 @@ class TextModel:
             self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(name)
             config = transformers.AutoConfig.from_pretrained(name)
             model = getattr(transformers, kind.get(config.model_type, "AutoModel"))
-            options = {"dtype": torch.float32, "output_loading_info": True}
+            options = {"dtype": torch.float32, "output_loading_info": True, "use_safetensors": True}
             self.net, loaded = model.from_pretrained(name, **options)
             if missing := sorted(loaded["missing_keys"]):
                 raise ValueError(f"{missing[0]} is missing in its weights")

@@ -65,7 +65,11 @@ def read_part(path):
 
 
 def read_format(name):
-    return lambda path: list(FORMATS[name].open(path).entries())
+    def read(path):
+        source = FORMATS[name].open(path)
+        return [source.read(i) for i in range(source.count)]
+
+    return read
 
 
 def load_net(path):
@@ -370,9 +374,9 @@ OTHERS = [
     ("manifest: blocks", lambda path: list(damages(path, read_manifest(path))),
      lambda: latents_of(block_bytes=10**30), "block_bytes=.* and at most"),
     ("tread_wds: a hole", tread,
-     lambda: wds(ZEROS, "latent.npy", change=hole), "declares .* bytes, must be a file"),
+     lambda: wds(ZEROS, "latent.npy", change=hole), "must have both parts of each entry"),
     ("tread_wds: a class", tread,
-     lambda: wds(ZEROS, "cls", change=huge), "declares .* bytes, must be a file"),
+     lambda: wds(ZEROS, "cls", change=huge), "cannot be read as an uncompressed tar"),
     ("tread_wds: a note on all", tread, lambda: noted("w.tar", tarfile.XGLTYPE), NOTES),
     ("maskdit_lmdb: a pickle", read_format("maskdit_lmdb"),
      lambda: written("lmdb/data.mdb", PICKLE).parent, "."),

@@ -102,10 +102,22 @@ def test_a_sweep_with_a_job_that_cannot_be_composed_is_refused_before_its_first_
         ("a=1 -c job b=-1", "-c job a=1 b=-1"),
         ("-m a=1", "-m a=1"),
         ("a=1", "a=1"),
+        ("prompt=null b=1", "prompt=null b=1"),
+        ("prompt='quoted',it", "prompt='quoted',it"),
     ],
 )
 def test_options_may_stand_anywhere(given, ordered):
     assert options_first(given.split()) == ordered.split()
+
+
+@pytest.mark.parametrize(
+    "text", ["a dog, running", "it's a dog (on a = b)", "true", 'say "a dog"', "a\\b: {c}"]
+)
+def test_a_prompt_may_have_any_letters(text):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    (override,) = OverridesParser.create().parse_overrides(options_first([f"prompt={text}"]))
+    assert override.value() == text
 
 
 @pytest.fixture

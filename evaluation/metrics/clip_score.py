@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from evaluation.features import FeatureSet
 from evaluation.metrics import Metric
+from evaluation.precision import strict_fp32
 from evaluation.statistics import AllFeatures
 from runtime.language_models import TextModel
 
@@ -34,6 +35,7 @@ class ClipScore(Metric):
         captions = torch.stack([self._known[text] for text in samples.labels.tolist()])
         return {"clip_score": 100 * F.cosine_similarity(images, captions).mean().item()}
 
+    @strict_fp32()
     def prepare(self, labels: np.ndarray) -> None:
         """Embed new captions, before images are drawn."""
         if not (texts := [text for text in np.unique(labels).tolist() if text not in self._known]):

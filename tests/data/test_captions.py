@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from data import Words, encode, open_latents, stream, text_encoder_for
-from data.captions import read_captions
+from data.captions import Captions, read_captions
 from data.listing import list_images
 from data.tars import index_tars
 from data.text import LanguageModel
@@ -24,7 +24,7 @@ from evaluation.features import FeatureSet
 from evaluation.statistics import AllFeatures
 from runtime.errors import UserError
 from tests.data.test_latents import MANIFEST
-from tests.runs import composed, metrics, tiny_run
+from tests.runs import composed, metrics, tiny_run, tiny_trainer
 
 CAPTIONS = ["a red roof", "The flower, yellow!", "two roofs"]
 
@@ -53,6 +53,28 @@ def folder(tmp_path_factory):
     write_images(folder / "images")
     encoded(folder / "images", folder / "latents", "captions=beside")
     return folder
+
+
+def test_the_command_that_is_printed_trains_on_captions(folder, tmp_path, capsys):
+    data = f"data.path={folder / 'latents'}"
+    encoded(folder / "images", tmp_path / "out", "captions=beside")
+    printed = capsys.readouterr().out
+    assert "6 images of 0 classes, captions of up to 3 tokens, 2 of them held out" in printed
+    assert (
+        f"train.py model=tread model/conditioning=prefix data=latents data.path={tmp_path / 'out'}" in printed
+    )
+    for keys, is_warned in (((), True), (("model/conditioning=prefix",), False)):
+        tiny_trainer(tmp_path / f"run_{is_warned}", "data=latents", data, "train.batch_size=2", *keys)
+        assert ("the captions of the data are not used" in capsys.readouterr().out) == is_warned
+
+
+def test_long_captions_are_no_prompts(tmp_path):
+    write_images(tmp_path / "images", 3)
+    (tmp_path / "images/0.txt").write_text("a" * 5000)
+    captions = Captions("beside", list_images(tmp_path / "images"), "words", 77, torch.device("cpu"))
+    assert captions.describe([0, 1, 2])["prompts"] == CAPTIONS[1:]
+    with pytest.raises(ValueError, match="all captions have more than 4096 letters"):
+        captions.describe([0])
 
 
 def test_captions_beside_images_become_words(folder):
@@ -159,9 +181,19 @@ def test_damaged_tars_are_refused(tmp_path):
         (tmp_path / "0.tar").write_bytes(content)
         with pytest.raises(ValueError, match="cannot be read as an uncompressed tar"):
             index_tars([tmp_path / "0.tar"])
-    write_tar(tmp_path / "0.tar", tmp_path / "images", {"0.png": "a/b.png", "1.png": "a-b.png"})
-    with pytest.raises(ValueError, match=r"two files are named 0-a-b.png"):
+    write_tar(tmp_path / "0.tar", tmp_path / "images", {"0.png": "a/b.png", "1.png": "./a/b.png"})
+    with pytest.raises(ValueError, match=r"two files are named 0/a/b.png"):
         index_tars([tmp_path / "0.tar"])
+
+
+def test_tars_of_a_folder_have_no_hidden_files_and_no_classes(tmp_path):
+    """As `tar cf 0.tar .` writes them, also on a Mac."""
+    write_images(tmp_path / "images", 1)
+    names = {"0.png": "./cat/0.png", "._0.png": "./cat/._0.png"}
+    (tmp_path / "images/._0.png").write_bytes(b"a fork")
+    write_tar(tmp_path / "0.tar", tmp_path / "images", names)
+    images = list_images(tmp_path / "0.tar")
+    assert images.names == ["0/cat/0.png"] and images.labels is None and images.num_classes == 0
 
 
 def test_a_tar_beside_class_folders_is_ignored(tmp_path):
@@ -178,6 +210,11 @@ def test_a_tar_beside_class_folders_is_ignored(tmp_path):
         (["text_encoder=t5"], "text_encoder=t5 needs captions"),
         (["captions=missing.json"], "captions=missing.json not found"),
         (["captions=beside", "max_text_tokens=0"], "max_text_tokens=0"),
+        (
+            ["captions=beside", "text_encoder=t5", "max_text_tokens=513"],
+            "max_text_tokens=513 must be at most 512",
+        ),
+        (["captions=beside", "max_text_tokens=10"], "max_text_tokens=10 needs a language model"),
     ],
 )
 def test_wrong_requests_are_refused(options, message, folder, tmp_path):
@@ -270,6 +307,9 @@ def test_embeddings_are_the_last_hidden_states_without_padding(name, language_mo
     assert not dataset.text[0, 0, used:].any() and dataset.captions(np.arange(2)) is None
     again = text_encoder_for(text, torch.device("cpu"))(["a red roof"])
     np.testing.assert_allclose(again[0], dataset.text[0, 0], rtol=1e-3, atol=1e-3)
+    if name == "clip":
+        with pytest.raises(ValueError, match=r"max_text_tokens=512 is not possible with .*/clip: "):
+            LanguageModel(str(path), 512, torch.device("cpu"))
     other = {"clip": "t5", "t5": "qwen", "qwen": "clip"}[name]
     with pytest.raises(ValueError, match=f"{other} must have the weights of"):
         text_encoder_for(text, torch.device("cpu"), str(language_models.folder / other))
@@ -288,6 +328,10 @@ def test_a_language_model_without_some_of_its_weights_is_refused(language_models
         {k: v for k, v in weights.items() if k != first}, tmp_path / "t5/model.safetensors", {"format": "pt"}
     )
     with pytest.raises(ValueError, match="is missing in its weights"):
+        LanguageModel(str(tmp_path / "t5"), 6, torch.device("cpu"))
+    (tmp_path / "t5/model.safetensors").unlink()
+    torch.save(weights, tmp_path / "t5/pytorch_model.bin")
+    with pytest.raises(ValueError, match="cannot be loaded by transformers"):
         LanguageModel(str(tmp_path / "t5"), 6, torch.device("cpu"))
 
 

@@ -112,7 +112,7 @@ def test_a_larger_set_starts_with_a_smaller_one_and_resolutions_share_scenes(tmp
     assert texts.tolist() == [str(draw_scene(3, i)[0]) for i in ids]
     assert small.manifest.text["prompts"] == texts[small.held_out_ids].tolist()
     assert {parse(text).kind for text in texts} == {*KINDS}
-    with pytest.raises(ValueError, match="must be a multiple of 4 from 32 to 128"):
+    with pytest.raises(ValueError, match="must be a multiple of 8 from 32 to 128"):
         opened("d", input_size=30)
     with pytest.raises(ValueError, match=r"data.text=.* must be .*, as in"):
         opened("a", text={"num_tokens": 9, "vocab_size": 24, "num_features": None})
