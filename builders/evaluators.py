@@ -13,14 +13,7 @@ from builders.experiment import Experiment
 from builders.references import reference_of
 from builders.sampling import open_run, text_condition
 from builders.scoring import build_suite
-from data import (
-    LatentDataset,
-    MixtureDataset,
-    encoder_for,
-    held_out_batches,
-    image_decoder,
-    open_images,
-)
+from data import LatentDataset, MixtureDataset, encoder_for, held_out_batches, image_decoder, open_images
 from diffusion import EDMPrecond, OptimalPrecond, Precond
 from diffusion.generate import cost_of_evaluations
 from evaluation import DenseLoss, ExcessLoss, SampleGrid, ScoreSamples, open_reference

@@ -39,13 +39,7 @@ from training.sharding import check_parallel, shard
 from training.speed import SpeedCheck, fp32_slowdown, micro_loss, most_graphs, specified_peak
 from training.stopping import StopRequest
 from training.trainer import Settings, Trainer
-from training.weights import (
-    LABEL_TABLE,
-    find_mismatch,
-    is_own_checkpoint,
-    load_weights,
-    read_weights,
-)
+from training.weights import LABEL_TABLE, find_mismatch, is_own_checkpoint, load_weights, read_weights
 from training.window import Work
 
 INIT_KEYS = "data.in_channels, model/size, model/block, model.num_prefix_tokens, model.learn_sigma, "
