@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from diffusion.objective import Loss, Precond
 from diffusion.path import EDMPath, Path
@@ -25,16 +26,16 @@ class EDMPrecond(Precond):
         super().__init__(net)
         self.sigma_data = sigma_data
 
-    def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         _, _, c_in, c_noise = self.coefficients(t)
         return c_in * x, c_noise
 
-    def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def clean(self, F_x: Tensor, x: Tensor, t: Tensor) -> Tensor:
         c_skip, c_out, _, _ = self.coefficients(t)
         # D(x; sigma) = c_skip(sigma) x + c_out(sigma) F(c_in(sigma) x; c_noise(sigma)), [EDM] eq. 7.
         return c_skip * x + c_out * F_x
 
-    def coefficients(self, sigma: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def coefficients(self, sigma: Tensor) -> tuple[Tensor, ...]:
         """Return c_skip, c_out, c_in, c_noise, each in the shape of sigma."""
         variance = sigma**2 + self.sigma_data**2
         # Preconditioning, [EDM] Table 1.
@@ -54,23 +55,23 @@ class OptimalPrecond(EDMPrecond):
     """
 
     def __init__(
-        self, posterior_mean: Callable[..., torch.Tensor], sigma_data: float, path: Path = EDMPrecond.path
+        self, posterior_mean: Callable[..., Tensor], sigma_data: float, path: Path = EDMPrecond.path
     ):
         super().__init__(nn.Identity(), sigma_data)
         self.posterior_mean, self.path = posterior_mean, path
 
     def predict_both(
         self,
-        x: torch.Tensor,
-        t: torch.Tensor,
-        class_labels: torch.Tensor | None,
+        x: Tensor,
+        t: Tensor,
+        class_labels: Tensor | None,
         *,
         routing: Any = None,
         generator: torch.Generator | None = None,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         return self.posterior_mean(x, self.path.alpha(t), self.path.sigma(t), class_labels), None  # D_x
 
-    def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def clean(self, F_x: Tensor, x: Tensor, t: Tensor) -> Tensor:
         return F_x
 
 
@@ -93,21 +94,13 @@ class EDMLoss(Loss[EDMPrecond]):
         check_positive("diffusion.loss.P_std", P_std)
         self.P_mean, self.P_std = P_mean, P_std
 
-    def draw_t(
-        self, num_samples: int, generator: torch.Generator | None, device: torch.device
-    ) -> torch.Tensor:
+    def draw_t(self, num_samples: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
         # ln(sigma) ~ N(P_mean, P_std^2), [EDM] Table 1.
         return (torch.randn(num_samples, generator=generator, device=device) * self.P_std + self.P_mean).exp()
 
     def error(
-        self,
-        precond: EDMPrecond,
-        F_x: torch.Tensor,
-        x_t: torch.Tensor,
-        t: torch.Tensor,
-        x: torch.Tensor,
-        eps: torch.Tensor,
-    ) -> torch.Tensor:
+        self, precond: EDMPrecond, F_x: Tensor, x_t: Tensor, t: Tensor, x: Tensor, eps: Tensor
+    ) -> Tensor:
         # lambda(sigma) (D(x_t; sigma) - x)^2 with lambda(sigma) = 1 / c_out^2, [EDM] Table 1.
         weight = (t**2 + precond.sigma_data**2) / (t * precond.sigma_data) ** 2
         return weight * (precond.denoised(F_x, x_t, t) - x) ** 2

@@ -3,6 +3,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 from diffusion.objective import Loss, Precond
 from diffusion.path import FlowPath
@@ -28,14 +29,14 @@ class FlowPrecond(Precond):
         super().__init__(net)
         self.from_noise = from_noise
 
-    def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         return x, 1 - t if self.from_noise else t
 
-    def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def clean(self, F_x: Tensor, x: Tensor, t: Tensor) -> Tensor:
         # x_t = x_0 + t (eps - x_0)
         return x - t * self.velocity(F_x)
 
-    def velocity(self, F_x: torch.Tensor) -> torch.Tensor:
+    def velocity(self, F_x: Tensor) -> Tensor:
         """Return dx/dt for the network's output."""
         return -F_x if self.from_noise else F_x
 
@@ -70,9 +71,7 @@ class FlowLoss(Loss[FlowPrecond]):
         self.distribution, self.P_mean, self.P_std = distribution, P_mean, P_std
         self.shift, self.cosine_weight = shift, cosine_weight
 
-    def draw_t(
-        self, num_samples: int, generator: torch.Generator | None, device: torch.device
-    ) -> torch.Tensor:
+    def draw_t(self, num_samples: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
         if self.distribution == "uniform":
             t = torch.rand(num_samples, generator=generator, device=device)
         else:
@@ -82,14 +81,8 @@ class FlowLoss(Loss[FlowPrecond]):
         return self.shift * t / (1 + (self.shift - 1) * t)
 
     def error(
-        self,
-        precond: FlowPrecond,
-        F_x: torch.Tensor,
-        x_t: torch.Tensor,
-        t: torch.Tensor,
-        x: torch.Tensor,
-        eps: torch.Tensor,
-    ) -> torch.Tensor:
+        self, precond: FlowPrecond, F_x: Tensor, x_t: Tensor, t: Tensor, x: Tensor, eps: Tensor
+    ) -> Tensor:
         # |v - (eps - x_0)|^2 from v itself: through D_x, digits would cancel near t = 0.
         v, u = precond.velocity(precond.predicted(F_x, x)), eps - x
         error = (v - u) ** 2

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from diffusion.guidance import Branch, Guidance
 from diffusion.guidance.guidance import inputs_of
@@ -21,7 +22,7 @@ LABEL_STREAM, MASK_STREAM = 1, 2  # separate labels and masks from other draws o
 Evaluations = Counter[tuple[Any, tuple[int, ...]]]
 
 
-def random_labels(seeds: Sequence[int], num_classes: int) -> torch.Tensor:
+def random_labels(seeds: Sequence[int], num_classes: int) -> Tensor:
     """Draw one uniform label (N,) int64 from each seed."""
     return torch.tensor([np.random.default_rng([seed, LABEL_STREAM]).integers(num_classes) for seed in seeds])
 
@@ -29,15 +30,15 @@ def random_labels(seeds: Sequence[int], num_classes: int) -> torch.Tensor:
 @torch.no_grad()
 def generate(
     precond: Precond,
-    sampler: Callable[..., torch.Tensor],
+    sampler: Callable[..., Tensor],
     guidance: Guidance,
     *,
     seeds: Sequence[int],
-    class_labels: torch.Tensor | None,
+    class_labels: Tensor | None,
     device: torch.device,
     bf16: bool = False,
-    times: list[torch.Tensor] | None = None,
-) -> torch.Tensor:
+    times: list[Tensor] | None = None,
+) -> Tensor:
     """Generate a batch of latents (N, C, H, W) in fp32.
 
     Args:
@@ -55,12 +56,12 @@ def generate(
     noise = randn_like(torch.empty(len(generators), *precond.net.latent_shape, device=device))
     labels = None if class_labels is None else _to(class_labels, device)
 
-    def rand(num: int) -> torch.Tensor:
+    def rand(num: int) -> Tensor:
         return _to(torch.stack([torch.rand(num, generator=g) for g in mask_generators]), device)
 
     guided = guidance(Branch(precond, labels, rand=rand))
 
-    def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
+    def denoise(x: Tensor, t: Tensor, *, with_variance: bool = False) -> Any:
         if times is not None:
             times.append(t)
         return guided(x, t, with_variance=with_variance)
@@ -70,14 +71,14 @@ def generate(
 
 
 @torch.no_grad()
-def expected_times(precond: Precond, sampler: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+def expected_times(precond: Precond, sampler: Callable[..., Tensor]) -> list[Tensor]:
     """Return the times at which a sampler evaluates the network.
 
     They are recorded for a network that predicts 0. With adaptive steps, other networks get other times.
     """
     times = []
 
-    def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
+    def denoise(x: Tensor, t: Tensor, *, with_variance: bool = False) -> Any:
         times.append(t)
         F_x = torch.cat([torch.zeros_like(x, dtype=precond.dtype)] * 2, dim=1)  # 2C channels: with a variance
         D_x = precond.denoised(F_x, x, t)
@@ -88,7 +89,7 @@ def expected_times(precond: Precond, sampler: Callable[..., torch.Tensor]) -> li
     return times
 
 
-def count_evaluations(precond: Precond, guidance: Guidance, times: Iterable[torch.Tensor]) -> Evaluations:
+def count_evaluations(precond: Precond, guidance: Guidance, times: Iterable[Tensor]) -> Evaluations:
     """Count the evaluations for one image at the times of a sampler."""
     strong = Branch(precond, precond.net.null_labels(1))
     branches = ({inputs_of(b): b for b in guidance.evaluated(strong, t)[1]}.values() for t in times)
@@ -101,12 +102,12 @@ def cost_of_evaluations(evaluations: Evaluations) -> dict[str, float]:
     return {"network_evaluations": float(evaluations.total()), "flops": float(flops)}
 
 
-def _randn_like(x: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
+def _randn_like(x: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     # Drawn on the CPU, where a seed gives the same numbers on every machine.
     noise = torch.stack([torch.randn(x.shape[1:], generator=generator) for generator in generators])
     return _to(noise, x.device).to(x.dtype)
 
 
-def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device without waiting for the work queued there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from diffusion.path import Path
 from runtime.errors import check_positive
@@ -35,61 +36,61 @@ class Precond(nn.Module, ABC):
 
     def predict(
         self,
-        x: torch.Tensor,
-        t: torch.Tensor,
-        class_labels: torch.Tensor | None,
+        x: Tensor,
+        t: Tensor,
+        class_labels: Tensor | None,
         *,
         routing: Any = None,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return F_x (N, C or 2C, H, W) for x (N, C, H, W) at time t, (N,) or 0-d."""
         return self.predict_both(x, t, class_labels, routing=routing, generator=generator)[0]
 
     def predict_both(
         self,
-        x: torch.Tensor,
-        t: torch.Tensor,
-        class_labels: torch.Tensor | None,
+        x: Tensor,
+        t: Tensor,
+        class_labels: Tensor | None,
         *,
         routing: Any = None,
         generator: torch.Generator | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Return F_x, and the prediction of the network's inner head, None if it has none; see `predict`."""
         x = x.to(self.dtype)
         x_in, c_noise = self.inputs(x, _times(t, x))
         F_x = self.net(x_in, c_noise.flatten(), class_labels, routing=routing, generator=generator)
         return F_x if isinstance(F_x, tuple) else (F_x, None)
 
-    def denoised(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def denoised(self, F_x: Tensor, x: Tensor, t: Tensor) -> Tensor:
         """Return D_x (N, C, H, W) in `dtype`."""
         x = x.to(self.dtype)
         return self.clean(self.predicted(F_x, x), x, _times(t, x))
 
-    def predicted(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def predicted(self, F_x: Tensor, x: Tensor) -> Tensor:
         """Return the first C channels of F_x in `dtype`; a predicted variance is left out."""
         return F_x[:, : x.shape[1]].to(self.dtype)
 
     @abstractmethod
-    def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return the network's inputs for t (N, 1, 1, 1): scaled x (N, C, H, W), c_noise (N, 1, 1, 1)."""
 
     @abstractmethod
-    def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def clean(self, F_x: Tensor, x: Tensor, t: Tensor) -> Tensor:
         """Return D_x (N, C, H, W) from F_x and x at t (N, 1, 1, 1)."""
 
-    def learned_variance(self, F_x: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def learned_variance(self, F_x: Tensor, x: Tensor) -> Tensor:
         """Return the predicted variance v (N, C, H, W), see `diffusion.ddpm`; raise if there is none."""
         raise ValueError("sampler.variance=learned needs diffusion=ddpm: use sampler.variance=small or large")
 
     def forward(
         self,
-        x: torch.Tensor,
-        t: torch.Tensor,
-        class_labels: torch.Tensor | None,
+        x: Tensor,
+        t: Tensor,
+        class_labels: Tensor | None,
         *,
         routing: Any = None,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return D_x (N, C, H, W) in `dtype`; arguments as in `predict`."""
         return self.denoised(self.predict(x, t, class_labels, routing=routing, generator=generator), x, t)
 
@@ -116,35 +117,25 @@ class Loss(ABC, Generic[PrecondT]):
         self.contrastive_weight, self.inner_weight = contrastive_weight, inner_weight
 
     @abstractmethod
-    def draw_t(
-        self, num_samples: int, generator: torch.Generator | None, device: torch.device
-    ) -> torch.Tensor:
+    def draw_t(self, num_samples: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
         """Draw the times (N,)."""
 
     @abstractmethod
-    def error(
-        self,
-        precond: PrecondT,
-        F_x: torch.Tensor,
-        x_t: torch.Tensor,
-        t: torch.Tensor,
-        x: torch.Tensor,
-        eps: torch.Tensor,
-    ) -> torch.Tensor:
+    def error(self, precond: PrecondT, F_x: Tensor, x_t: Tensor, t: Tensor, x: Tensor, eps: Tensor) -> Tensor:
         """Return the weighted error (N, C, H, W) of F_x at x_t and t (N, 1, 1, 1) against clean x and eps."""
 
     def __call__(
         self,
         precond: PrecondT,
-        x: torch.Tensor,
-        class_labels: torch.Tensor | None,
+        x: Tensor,
+        class_labels: Tensor | None,
         *,
-        t: torch.Tensor | None = None,
+        t: Tensor | None = None,
         routing: Any = None,
-        mask: torch.Tensor | None = None,
-        reconstruct: torch.Tensor | None = None,
+        mask: Tensor | None = None,
+        reconstruct: Tensor | None = None,
         generator: torch.Generator | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the loss (N,) of clean latents x (N, C, H, W), in fp32, as a mean over C, H, W.
 
         Args:
@@ -182,16 +173,14 @@ class Loss(ABC, Generic[PrecondT]):
         return error.mean(dim=(1, 2, 3))  # (N,)
 
 
-def _times(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _times(t: Tensor, x: Tensor) -> Tensor:
     """Expand t, (N,) or 0-d, to (N, 1, 1, 1) with the dtype and device of x."""
     if t.dim() == 0 and t.device != x.device:  # SYNC: a copy from the host would wait for the device
         return torch.ones(x.shape[0], 1, 1, 1, dtype=x.dtype, device=x.device) * t
     return t.to(x).flatten().expand(x.shape[0]).view(-1, 1, 1, 1)
 
 
-def _path_ends(
-    path: Path, x_t: torch.Tensor, t: torch.Tensor, x: torch.Tensor, eps: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _path_ends(path: Path, x_t: Tensor, t: Tensor, x: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
     """Return the data and noise whose path goes through x_t at t with the velocity of the pair x, eps."""
     alpha, sigma = path.alpha(t), path.sigma(t)
     alpha_dot, sigma_dot = path.alpha_dot(t), path.sigma_dot(t)

@@ -4,12 +4,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 
 class Denoise(Protocol):
     """A denoiser that already includes class labels and guidance."""
 
-    def __call__(self, x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
+    def __call__(self, x: Tensor, t: Tensor, *, with_variance: bool = False) -> Any:
         """Return D_x (N, C, H, W) at time t, 0-d; with_variance: D_x and v, see `diffusion.ddpm`."""
 
 
@@ -23,15 +24,15 @@ class Path(Protocol):
     @property
     def t_max(self) -> float: ...
 
-    def alpha(self, t: torch.Tensor) -> torch.Tensor: ...
+    def alpha(self, t: Tensor) -> Tensor: ...
 
-    def sigma(self, t: torch.Tensor) -> torch.Tensor: ...
+    def sigma(self, t: Tensor) -> Tensor: ...
 
-    def alpha_dot(self, t: torch.Tensor) -> torch.Tensor: ...  # d alpha / dt
+    def alpha_dot(self, t: Tensor) -> Tensor: ...  # d alpha / dt
 
-    def sigma_dot(self, t: torch.Tensor) -> torch.Tensor: ...  # d sigma / dt
+    def sigma_dot(self, t: Tensor) -> Tensor: ...  # d sigma / dt
 
-    def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor: ...  # the inverse of sigma / alpha
+    def time_at(self, noise_to_signal: Tensor) -> Tensor: ...  # the inverse of sigma / alpha
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,19 @@ class EDMPath:
 
     t_max: float = 80.0
 
-    def alpha(self, t: torch.Tensor) -> torch.Tensor:
+    def alpha(self, t: Tensor) -> Tensor:
         return torch.ones_like(t)
 
-    def sigma(self, t: torch.Tensor) -> torch.Tensor:
+    def sigma(self, t: Tensor) -> Tensor:
         return t
 
-    def alpha_dot(self, t: torch.Tensor) -> torch.Tensor:
+    def alpha_dot(self, t: Tensor) -> Tensor:
         return torch.zeros_like(t)
 
-    def sigma_dot(self, t: torch.Tensor) -> torch.Tensor:
+    def sigma_dot(self, t: Tensor) -> Tensor:
         return torch.ones_like(t)
 
-    def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
+    def time_at(self, noise_to_signal: Tensor) -> Tensor:
         return noise_to_signal
 
 
@@ -62,13 +63,13 @@ class FlowPath(EDMPath):
 
     t_max: float = 1.0
 
-    def alpha(self, t: torch.Tensor) -> torch.Tensor:
+    def alpha(self, t: Tensor) -> Tensor:
         return 1 - t
 
-    def alpha_dot(self, t: torch.Tensor) -> torch.Tensor:
+    def alpha_dot(self, t: Tensor) -> Tensor:
         return -torch.ones_like(t)
 
-    def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
+    def time_at(self, noise_to_signal: Tensor) -> Tensor:
         return 1 / (1 + 1 / noise_to_signal)  # r / (1 + r), written so that r = inf gives 1
 
 
@@ -79,23 +80,23 @@ class VPPath:
     t_max: float = 1.0
     beta_d, beta_min = 19.9, 0.1  # [EDM] Table 1
 
-    def alpha(self, t: torch.Tensor) -> torch.Tensor:
+    def alpha(self, t: Tensor) -> Tensor:
         return (-self._B(t) / 2).exp()
 
-    def sigma(self, t: torch.Tensor) -> torch.Tensor:
+    def sigma(self, t: Tensor) -> Tensor:
         return (-torch.expm1(-self._B(t))).sqrt()
 
-    def alpha_dot(self, t: torch.Tensor) -> torch.Tensor:
+    def alpha_dot(self, t: Tensor) -> Tensor:
         return -(self.beta_d * t + self.beta_min) / 2 * self.alpha(t)
 
-    def sigma_dot(self, t: torch.Tensor) -> torch.Tensor:
+    def sigma_dot(self, t: Tensor) -> Tensor:
         return (self.beta_d * t + self.beta_min) / 2 * self.alpha(t) ** 2 / self.sigma(t)
 
-    def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
+    def time_at(self, noise_to_signal: Tensor) -> Tensor:
         B = (noise_to_signal**2).log1p()
         return ((self.beta_min**2 + 2 * self.beta_d * B).sqrt() - self.beta_min) / self.beta_d
 
-    def _B(self, t: torch.Tensor) -> torch.Tensor:
+    def _B(self, t: Tensor) -> Tensor:
         return self.beta_d / 2 * t**2 + self.beta_min * t
 
 
@@ -105,13 +106,13 @@ class VEPath(EDMPath):
 
     t_max: float = 1e4
 
-    def sigma(self, t: torch.Tensor) -> torch.Tensor:
+    def sigma(self, t: Tensor) -> Tensor:
         return t.sqrt()
 
-    def sigma_dot(self, t: torch.Tensor) -> torch.Tensor:
+    def sigma_dot(self, t: Tensor) -> Tensor:
         return 0.5 / t.sqrt()
 
-    def time_at(self, noise_to_signal: torch.Tensor) -> torch.Tensor:
+    def time_at(self, noise_to_signal: Tensor) -> Tensor:
         return noise_to_signal**2
 
 
@@ -124,7 +125,7 @@ def on_path(denoise: Denoise, from_path: Path, to_path: Path) -> Denoise:
     if from_path == to_path:
         return denoise
 
-    def denoise_on_path(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
+    def denoise_on_path(x: Tensor, t: Tensor, *, with_variance: bool = False) -> Any:
         # x / alpha = x_0 + (sigma / alpha) eps, on either path.
         from_t = from_path.time_at(to_path.sigma(t) / to_path.alpha(t))
         from_x = from_path.alpha(from_t) * (x / to_path.alpha(t))

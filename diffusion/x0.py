@@ -1,6 +1,6 @@
 """Prediction of the clean latents, trained by the error of the velocity. [JiT]"""
 
-import torch
+from torch import Tensor
 
 from diffusion.flow import FlowLoss
 from diffusion.objective import Precond
@@ -13,10 +13,10 @@ class X0Precond(Precond):
 
     path = FlowPath()
 
-    def inputs(self, x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         return x, t
 
-    def clean(self, F_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def clean(self, F_x: Tensor, x: Tensor, t: Tensor) -> Tensor:
         return F_x
 
 
@@ -42,14 +42,6 @@ class X0Loss(FlowLoss):
         check_positive("diffusion.loss.t_min", t_min)
         self.t_min = t_min
 
-    def error(
-        self,
-        precond: Precond,
-        F_x: torch.Tensor,
-        x_t: torch.Tensor,
-        t: torch.Tensor,
-        x: torch.Tensor,
-        eps: torch.Tensor,
-    ) -> torch.Tensor:
+    def error(self, precond: Precond, F_x: Tensor, x_t: Tensor, t: Tensor, x: Tensor, eps: Tensor) -> Tensor:
         # |(x_t - D) / t - (x_t - x_0) / t|^2
         return ((precond.denoised(F_x, x_t, t) - x) / t.clamp(min=self.t_min)) ** 2

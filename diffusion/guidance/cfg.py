@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from diffusion.guidance.guidance import Branch, Guidance
 from diffusion.objective import Precond
@@ -37,7 +38,7 @@ class CFG(Guidance):
     def weak(self, strong: Branch) -> Branch:
         return on_null_class(strong)
 
-    def combine(self, D_s: torch.Tensor, D_w: torch.Tensor, w: float) -> torch.Tensor:
+    def combine(self, D_s: Tensor, D_w: Tensor, w: float) -> Tensor:
         guided = super().combine(D_s, D_w, w)
         if self.num_channels is None:
             return guided

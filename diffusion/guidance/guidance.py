@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from diffusion.objective import Precond
 from diffusion.path import Denoise, Path
@@ -27,9 +28,9 @@ class Branch:
     """
 
     precond: Precond
-    class_labels: torch.Tensor | None
+    class_labels: Tensor | None
     routing: Routing | None = None
-    rand: Callable[[int], torch.Tensor] | None = None
+    rand: Callable[[int], Tensor] | None = None
     inner: bool = False
 
     @property
@@ -40,12 +41,12 @@ class Branch:
         return tuple(num_tokens_kept(net.num_tokens, ratio) for ratio in ratios)
 
 
-def predict(branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor) -> list[torch.Tensor]:
+def predict(branches: Sequence[Branch], x: Tensor, t: Tensor) -> list[Tensor]:
     """Return F_x of each branch. Branches that share a network and a length share a forward."""
     groups: dict[Any, dict[Any, Branch]] = {}
     for branch in branches:
         groups.setdefault((branch.precond, branch.num_kept), {})[inputs_of(branch)] = branch
-    F_x: dict[Any, torch.Tensor] = {}
+    F_x: dict[Any, Tensor] = {}
     for group in groups.values():
         for inner, output in enumerate(_forward([*group.values()], x, t)):
             if output is not None:
@@ -59,9 +60,7 @@ def inputs_of(branch: Branch) -> tuple[Any, ...]:
     return branch.precond, branch.num_kept, id(branch.class_labels), id(branch.routing)
 
 
-def _forward(
-    branches: Sequence[Branch], x: torch.Tensor, t: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _forward(branches: Sequence[Branch], x: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
     # F_x and inner F_x of branches with one network and length, concatenated along the batch.
     first, n = branches[0], len(branches)
     labels, routing = first.class_labels, first.routing
@@ -113,11 +112,11 @@ class Guidance:
         """Return the weak branch."""
         raise NotImplementedError
 
-    def branches(self, strong: Branch, t: torch.Tensor) -> tuple[Branch, Branch]:
+    def branches(self, strong: Branch, t: Tensor) -> tuple[Branch, Branch]:
         """Return the strong and the weak branch at time t, 0-d."""
         return strong, self.weak(strong)
 
-    def scale(self, path: Path, t: torch.Tensor) -> float:
+    def scale(self, path: Path, t: Tensor) -> float:
         """Return w at time t, 0-d."""
         if self.guidance_interval is not None:
             low, high = self.guidance_interval
@@ -130,12 +129,12 @@ class Guidance:
             rise = (1 - math.cos(math.pi * rise)) / 2
         return 1 + (self.guidance_scale - 1) * rise
 
-    def evaluated(self, strong: Branch, t: torch.Tensor) -> tuple[float, tuple[Branch, ...]]:
+    def evaluated(self, strong: Branch, t: Tensor) -> tuple[float, tuple[Branch, ...]]:
         """Return w and the branches to evaluate at time t, 0-d: only the strong one where w is 1."""
         w, branches = self.scale(strong.precond.path, t), self.branches(strong, t)
         return w, branches[:1] if w == 1 else branches
 
-    def combine(self, D_s: torch.Tensor, D_w: torch.Tensor, w: float) -> torch.Tensor:
+    def combine(self, D_s: Tensor, D_w: Tensor, w: float) -> Tensor:
         """Return the guided prediction."""
         # D = D_w + w (D_s - D_w), [CFG] eq. 6 with w = 1 for no guidance.
         return D_w + w * (D_s - D_w)
@@ -144,7 +143,7 @@ class Guidance:
         """Return a guided denoiser for samplers, called with x (N, C, H, W) and t, 0-d."""
         self.check(strong.precond)
 
-        def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
+        def denoise(x: Tensor, t: Tensor, *, with_variance: bool = False) -> Any:
             w, branches = self.evaluated(strong, t)
             F_x = predict(branches, x, t)
             D_x = [b.precond.denoised(F, x, t) for b, F in zip(branches, F_x, strict=True)]
@@ -154,11 +153,11 @@ class Guidance:
         return denoise
 
 
-def noise_level(path: Path, t: torch.Tensor) -> float:
+def noise_level(path: Path, t: Tensor) -> float:
     """Return sigma / alpha at time t, 0-d."""
     return float(path.sigma(t) / path.alpha(t))
 
 
-def data_share(path: Path, t: torch.Tensor) -> float:
+def data_share(path: Path, t: Tensor) -> float:
     """Return 1 / (1 + r) for the noise level r at time t, 0-d: 0 at noise, 1 at the data."""
     return 1 / (1 + noise_level(path, t))

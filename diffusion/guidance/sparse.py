@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from diffusion.guidance.auto import AutoGuidance
 from diffusion.guidance.guidance import Branch, data_share
@@ -63,7 +63,7 @@ class SparseGuidance(AutoGuidance):
                 f"tokens, must have {len(strong.routes)} for {strong.num_tokens}, like the sampled run"
             )
 
-    def ratios(self, path: Path, t: torch.Tensor) -> tuple[float, float]:
+    def ratios(self, path: Path, t: Tensor) -> tuple[float, float]:
         """Return the strong and the weak ratio at time t, 0-d."""
         if self.ratio_schedule == "constant":
             return self.strong_ratio, self.weak_ratio
@@ -71,7 +71,7 @@ class SparseGuidance(AutoGuidance):
         rise = round(rise * (self.num_levels - 1)) / (self.num_levels - 1)
         return self.strong_ratio * rise, self.weak_ratio * (1 - rise)
 
-    def branches(self, strong: Branch, t: torch.Tensor) -> tuple[Branch, Branch]:
+    def branches(self, strong: Branch, t: Tensor) -> tuple[Branch, Branch]:
         weak, ratios = self.weak(strong), self.ratios(strong.precond.path, t)
         noises: tuple[Any, Any] = (None, None)
         if strong.rand is not None:
@@ -89,7 +89,7 @@ class SparseGuidance(AutoGuidance):
         return super().__call__(strong)
 
 
-def _with_routing(branch: Branch, ratio: float, noise: torch.Tensor | None) -> Branch:
+def _with_routing(branch: Branch, ratio: float, noise: Tensor | None) -> Branch:
     """Add a routing to a branch; noise (N, R, T) selects the tokens. No routing if all tokens are kept."""
     routing = Routing(ratio, noise=None if noise is None else list(noise.unbind(1)))
     routed = replace(branch, routing=routing)

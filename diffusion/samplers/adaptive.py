@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from diffusion.path import EDM_PATH, FLOW_PATH, Denoise, Path, solve_on
 from diffusion.samplers.ode import velocity
@@ -11,14 +12,14 @@ from runtime.errors import check_positive
 
 def adaptive_sampler(
     denoise: Denoise,
-    noise: torch.Tensor,
+    noise: Tensor,
     path: Path = EDM_PATH,
     *,
     rtol: float = 1e-3,
     atol: float = 1e-6,
     t_min: float = 1e-3,
-    randn_like: Callable[[torch.Tensor], torch.Tensor] = torch.randn_like,
-) -> torch.Tensor:
+    randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
+) -> Tensor:
     """Solve the probability flow with dopri5, on the path of flow matching, with the tolerances of [SiT].
 
     The steps are chosen for the whole batch. Within the tolerances, a sample depends on its batch.
@@ -35,7 +36,7 @@ def adaptive_sampler(
     denoise, path = solve_on(denoise, path, FLOW_PATH)
     ends = torch.tensor([path.t_max, t_min], dtype=torch.float64)
 
-    def slope(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def slope(t: Tensor, x: Tensor) -> Tensor:
         t = t.cpu()  # SYNC: the size of the next step depends on this one's error anyway.
         return velocity(path, denoise(x, t).to(torch.float64), x, t)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from diffusion.ddpm import DDPMPath, log_beta, log_variance, posterior_log_variance, posterior_mean
 from diffusion.path import Denoise, Path, on_path
@@ -16,13 +17,13 @@ DDPM_PATH = DDPMPath()
 
 def ddpm_sampler(
     denoise: Denoise,
-    noise: torch.Tensor,
+    noise: Tensor,
     path: Path = DDPM_PATH,
     *,
     num_steps: int = 250,
     variance: str = "learned",
-    randn_like: Callable[[torch.Tensor], torch.Tensor] = torch.randn_like,
-) -> torch.Tensor:
+    randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
+) -> Tensor:
     """Draw x_s from p(x_s | x_t), step by step; the network runs num_steps times.
 
     Args:

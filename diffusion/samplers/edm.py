@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from diffusion.path import EDM_PATH, Denoise, Path, on_path
 from diffusion.samplers.times import check_num_steps, rho_levels
@@ -13,7 +14,7 @@ from runtime.errors import check_not_negative, check_positive
 
 def edm_sampler(
     denoise: Denoise,
-    noise: torch.Tensor,
+    noise: Tensor,
     path: Path = EDM_PATH,
     *,
     num_steps: int = 40,
@@ -24,8 +25,8 @@ def edm_sampler(
     S_min: float = 0,
     S_max: float = math.inf,
     S_noise: float = 1,
-    randn_like: Callable[[torch.Tensor], torch.Tensor] = torch.randn_like,
-) -> torch.Tensor:
+    randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
+) -> Tensor:
     """Sample by Heun's second-order method with optional churn, [EDM] Algorithm 2.
 
     Args:

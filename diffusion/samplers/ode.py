@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from diffusion.path import EDM_PATH, PATHS, Denoise, Path
 from diffusion.path import solve_on as on_other_path
@@ -16,11 +17,11 @@ SOLVERS = ("euler", "heun")
 
 def ode_sampler(
     denoise: Denoise,
-    noise: torch.Tensor,
+    noise: Tensor,
     path: Path = EDM_PATH,
     *,
     num_steps: int = 40,
-    times: Callable[[Path, int], torch.Tensor] = uniform_times,
+    times: Callable[[Path, int], Tensor] = uniform_times,
     solver: str = "heun",
     solve_on: str | None = None,
     midpoint: float = 1.0,
@@ -28,8 +29,8 @@ def ode_sampler(
     S_min: float = 0,
     S_max: float = math.inf,
     S_noise: float = 1,
-    randn_like: Callable[[torch.Tensor], torch.Tensor] = torch.randn_like,
-) -> torch.Tensor:
+    randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
+) -> Tensor:
     """Solve dx/dt = alpha' D + sigma' (x - alpha D) / sigma, with optional churn. [EDM] Algorithms 1 and 2
 
     Args:
@@ -56,7 +57,7 @@ def ode_sampler(
     check_num_steps(num_steps)
     levels = times(path, num_steps)
 
-    def add_churn(x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_churn(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         # Raise the noise level by adding new noise, [EDM] Algorithm 2.
         level = path.sigma(t) / path.alpha(t)
         if not S_churn or not S_min <= level <= S_max or level.isinf():
@@ -66,7 +67,7 @@ def ode_sampler(
         added = (level_hat**2 - level**2).sqrt() * S_noise * randn_like(x)
         return path.alpha(t_hat) * (x / path.alpha(t) + added), t_hat
 
-    def slope(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    def slope(x: Tensor, t: Tensor) -> Tensor:
         return velocity(path, denoise(x, t).to(torch.float64), x, t)
 
     x = noise.to(torch.float64) * path.sigma(levels[0])
@@ -82,7 +83,7 @@ def ode_sampler(
     return denoise(*add_churn(x, levels[-1])).to(torch.float64)
 
 
-def velocity(path: Path, D_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+def velocity(path: Path, D_x: Tensor, x: Tensor, t: Tensor) -> Tensor:
     """Return dx/dt of the probability flow."""
     eps = (x - path.alpha(t) * D_x) / path.sigma(t)
     return path.alpha_dot(t) * D_x + path.sigma_dot(t) * eps

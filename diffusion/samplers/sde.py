@@ -6,13 +6,14 @@ from functools import partial
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from diffusion.path import EDM_PATH, FLOW_PATH, Denoise, Path, solve_on
 from diffusion.samplers.ode import velocity
 from diffusion.samplers.times import check_num_steps, uniform_times
 from runtime.errors import check_choice, check_not_negative
 
-COEFFICIENTS: dict[str, Callable[[Path, torch.Tensor], torch.Tensor]] = {  # w(t)
+COEFFICIENTS: dict[str, Callable[[Path, Tensor], Tensor]] = {  # w(t)
     "constant": lambda path, t: torch.ones_like(t),
     # w of the forward SDE on this path
     "sbdm": lambda path, t: (
@@ -29,16 +30,16 @@ SIT_TIMES = partial(uniform_times, t_min=0.04)
 
 def sde_sampler(
     denoise: Denoise,
-    noise: torch.Tensor,
+    noise: Tensor,
     path: Path = EDM_PATH,
     *,
     num_steps: int = 250,
-    times: Callable[[Path, int], torch.Tensor] = SIT_TIMES,
+    times: Callable[[Path, int], Tensor] = SIT_TIMES,
     coefficient: str = "sigma",
     norm: float = 1.0,
     last_step: str = "mean",
-    randn_like: Callable[[torch.Tensor], torch.Tensor] = torch.randn_like,
-) -> torch.Tensor:
+    randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
+) -> Tensor:
     """Solve dx = (v - w s) dt + sqrt(2 w) dW backwards in time, where s is the score.
 
     Args:
@@ -66,8 +67,6 @@ def sde_sampler(
     return _mean(path, D_x, x, t, w, t) if last_step == "mean" else D_x
 
 
-def _mean(
-    path: Path, D_x: torch.Tensor, x: torch.Tensor, t: torch.Tensor, w: torch.Tensor, h: torch.Tensor
-) -> torch.Tensor:
+def _mean(path: Path, D_x: Tensor, x: Tensor, t: Tensor, w: Tensor, h: Tensor) -> Tensor:
     score = (path.alpha(t) * D_x - x) / path.sigma(t) ** 2
     return x - h * (velocity(path, D_x, x, t) - w * score)

@@ -7,6 +7,7 @@ import math
 from itertools import accumulate, repeat
 
 import torch
+from torch import Tensor
 
 from diffusion.ddpm import DDPMPath
 from diffusion.path import Path, VPPath
@@ -23,14 +24,14 @@ def check_num_steps(num_steps: int) -> None:
 
 def rho_times(
     path: Path, num_steps: int, /, *, sigma_min: float = 0.002, sigma_max: float = 80, rho: float = 7
-) -> torch.Tensor:
+) -> Tensor:
     """Return times whose noise levels sigma / alpha are denser towards the data. [EDM] eq. 5"""
     _check_range(sigma_min, sigma_max)
     check_positive("sampler.times.rho", rho)
     return path.time_at(rho_levels(num_steps, sigma_min, sigma_max, rho))
 
 
-def rho_levels(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -> torch.Tensor:
+def rho_levels(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -> Tensor:
     """Return noise levels (num_steps,) from sigma_max to sigma_min, in float64. [EDM] eq. 5"""
     # sigma_i = (sigma_max^(1/rho) + i/(n-1) (sigma_min^(1/rho) - sigma_max^(1/rho)))^rho
     first, last = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
@@ -39,7 +40,7 @@ def rho_levels(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -
 
 def uniform_times(
     path: Path, num_steps: int, /, *, t_min: float = 0, t_max: float | None = None, shift: float = 1
-) -> torch.Tensor:
+) -> Tensor:
     """Return equally spaced times, from the end of the path.
 
     Args:
@@ -61,7 +62,7 @@ def uniform_times(
     return shift * u / (1 + (shift - 1) * u) * t_max
 
 
-def respaced_times(path: Path, num_steps: int, /) -> torch.Tensor:
+def respaced_times(path: Path, num_steps: int, /) -> Tensor:
     """Return evenly strided steps of DDPM's path, including the first and the last. [IDDPM]
 
     DEVIATION: a single step is the last one, at pure noise; [IDDPM]'s rule gives the first.
@@ -81,7 +82,7 @@ def respaced_times(path: Path, num_steps: int, /) -> torch.Tensor:
     return torch.tensor([1.0 + round(index) for index in indices], dtype=torch.float64).flip(0)
 
 
-def vp_times(path: Path, num_steps: int, /, *, epsilon_s: float = 1e-3) -> torch.Tensor:
+def vp_times(path: Path, num_steps: int, /, *, epsilon_s: float = 1e-3) -> Tensor:
     """Return equally spaced times of the variance-preserving SDE, [EDM] Table 1, column VP."""
     if not 0 < epsilon_s < 1:
         raise ValueError(f"sampler.times.epsilon_s={epsilon_s} must be in (0, 1)")
@@ -89,9 +90,7 @@ def vp_times(path: Path, num_steps: int, /, *, epsilon_s: float = 1e-3) -> torch
     return path.time_at(vp.sigma(t) / vp.alpha(t))
 
 
-def ve_times(
-    path: Path, num_steps: int, /, *, sigma_min: float = 0.02, sigma_max: float = 100
-) -> torch.Tensor:
+def ve_times(path: Path, num_steps: int, /, *, sigma_min: float = 0.02, sigma_max: float = 100) -> Tensor:
     """Return times whose noise levels form a geometric progression, [EDM] Table 1, column VE."""
     _check_range(sigma_min, sigma_max)
     return path.time_at(sigma_max * (sigma_min / sigma_max) ** _ramp(num_steps))
@@ -99,7 +98,7 @@ def ve_times(
 
 def iddpm_times(
     path: Path, num_steps: int, /, *, M: int = 1000, j_0: int = 8, C_1: float = 0.001, C_2: float = 0.008
-) -> torch.Tensor:
+) -> Tensor:
     """Return levels of the cosine schedule, [EDM] Table 1, column iDDPM."""
     for key, value in (("M", M), ("C_1", C_1)):
         check_positive(f"sampler.times.{key}", value)
@@ -115,7 +114,7 @@ def iddpm_times(
     return path.time_at(u[(j_0 + (M - 1 - j_0) * _ramp(num_steps)).round().long()])
 
 
-def _ramp(num_steps: int) -> torch.Tensor:
+def _ramp(num_steps: int) -> Tensor:
     return torch.arange(num_steps, dtype=torch.float64) / max(num_steps - 1, 1)  # i / (n - 1)
 
 
