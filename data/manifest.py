@@ -245,6 +245,14 @@ def manifest_from(fields: dict[str, Any], name: str) -> LatentManifest:
         raise ValueError(f"{name} is not a latent manifest: {error}") from error
 
 
+def drawn_manifest(
+    stored: np.ndarray, num_classes: int, num_held_out: int, std: float | None = None
+) -> LatentManifest:
+    """Describe latents (N, C, H, W) fp32 that are drawn in memory."""
+    numbers = (len(stored), stored.shape[1:], "float32", "samples", num_classes)
+    return LatentManifest(*numbers, encoder="identity", std=std, num_held_out=num_held_out)
+
+
 def untrained_classes_of(labels: np.ndarray | None, num_classes: int) -> tuple[int, ...]:
     """List the classes that do not occur in `labels`, ascending."""
     if labels is None:

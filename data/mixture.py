@@ -13,7 +13,7 @@ import torch
 from scipy.fft import dct
 
 from data.latents import LatentDataset
-from data.manifest import LatentManifest
+from data.manifest import drawn_manifest
 
 STD = 0.5  # of all latents: EDM's sigma_data
 SHARE_OF_MEANS = 0.5  # fraction of the variance that the components' means contribute
@@ -83,16 +83,7 @@ def mixture(
     drawn = means[labels, component] + np.sqrt(variances) * rng.standard_normal((num_entries, spectrum.size))
     basis = _cosines(input_size)
     stored = (basis.T @ drawn.reshape(-1, *shape) @ basis).astype(np.float32)
-    manifest = LatentManifest(
-        count=num_entries,
-        shape=shape,
-        dtype="float32",
-        kind="samples",
-        num_classes=num_classes,
-        encoder="identity",
-        std=STD,
-        num_held_out=num_held_out,
-    )
+    manifest = drawn_manifest(stored, num_classes, num_held_out, STD)
     return MixtureDataset(means, variances, stored, labels, manifest)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from data.latents import LatentDataset
-from data.manifest import LatentManifest
+from data.manifest import drawn_manifest
 
 
 def synthetic(
@@ -15,13 +15,4 @@ def synthetic(
     stored = 0.5 * rng.standard_normal((num_entries, in_channels, input_size, input_size), dtype=np.float32)
     if labels is not None:
         stored += (labels / num_classes - 0.5).astype(np.float32)[:, None, None, None]
-    manifest = LatentManifest(
-        count=num_entries,
-        shape=stored.shape[1:],
-        dtype="float32",
-        kind="samples",
-        num_classes=num_classes,
-        encoder="identity",
-        num_held_out=num_held_out,
-    )
-    return LatentDataset(stored, labels, manifest)
+    return LatentDataset(stored, labels, drawn_manifest(stored, num_classes, num_held_out))
