@@ -24,13 +24,9 @@ from training.trainer import Trainer
 
 NUM_CLASSES, IN_CHANNELS = 1000, 4
 ROUTED_KEYS = ("model/routes", "model.routes", "routing.")  # removed for a dense twin
-QUIET = (  # timed steps do not log, save or evaluate
-    "train.total_steps=10000",
-    "train.log_every=1000",
-    "train.eval_every=null",
-    "train.sample_every=null",
-    "evaluation=none",
-)
+# Timed steps do not log, save or evaluate.
+QUIET = ("train.total_steps=10000", "train.log_every=1000", "train.eval_every=null")
+QUIET += ("train.sample_every=null", "evaluation=none")
 
 
 @dataclass(frozen=True)

@@ -68,14 +68,8 @@ KEYS = {
     "mode=reference": ({"resolution"}, ("images", "out")),
 }
 # Name in the file of a suite -> key on the command line.
-SAME_KEYS = (
-    "weights",
-    "allow_unpublished_weights",
-    "precision_recall",
-    "exact_distances",
-    "kid",
-    "encoder_weights",
-)
+SAME_KEYS = ("weights", "allow_unpublished_weights", "precision_recall", "exact_distances", "kid")
+SAME_KEYS += ("encoder_weights",)
 SUITE_KEYS = {key: key for key in SAME_KEYS} | {"batch_size": "detector_batch_size"}
 
 

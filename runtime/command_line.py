@@ -19,10 +19,8 @@ SCHEMA = "_schema"  # suffix of the names of schemas
 # Lines of messages that only help developers.
 FOR_DEVELOPERS = ("To append to your", "full_key:", "reference_type=", "object_type=", "See https://", "^")
 CLEARER = (  # (pattern in a message, replacement)
-    (
-        r"Invalid value assigned: \w+ is not a ListConfig.*|Cannot merge DictConfig with List.*",
-        "must be a list",
-    ),
+    (r"Invalid value assigned: \w+ is not a ListConfig.*", "must be a list"),
+    (r"Cannot merge DictConfig with List.*", "must be a list"),
     (
         r"Invalid type assigned: \w+ is not a subclass of \w+\. value: .*",
         "is a group of keys, set one by one",

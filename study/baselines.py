@@ -127,12 +127,8 @@ def scores(experiment: Experiment, dataset: LatentDataset) -> dict[str, dict[str
 def measure(name: str, out: Path) -> Rows:
     """Return a row for each baseline of a task."""
     keys = TASKS[name]
-    has_file = "data=mixture" not in keys
-    keys += (
-        (f"data.path={out.resolve() / name}", f"evaluation={keys[0].removeprefix('data=')}")
-        if has_file
-        else ()
-    )
+    if has_file := "data=mixture" not in keys:
+        keys += (f"data.path={out.resolve() / name}", f"evaluation={keys[0].removeprefix('data=')}")
     experiment = compose(("model=dit", *keys))
     dataset = experiment.data()
     rows = losses(experiment, dataset)

@@ -50,10 +50,8 @@ class Metric:
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that the scores depend on."""
-        settings = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        return {"name": type(self).__name__} | {
-            k: v for k, v in settings.items() if k not in ("needs", "device")
-        }
+        hidden = {name for name in vars(self) if name.startswith("_")} | {"needs", "device"}
+        return {"name": type(self).__name__, **{k: v for k, v in vars(self).items() if k not in hidden}}
 
 
 class FeatureMetric(Metric):

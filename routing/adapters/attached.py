@@ -415,11 +415,9 @@ class _RoutedBlock:
         output = self._block(*args, **{key: values[key] for key in kwargs})
         if self._idx == last:
             window.is_done = True
-        return (
-            window.put_back(output, spec, x)
-            if self._idx == last or window.adapter.whole_between_blocks
-            else output
-        )
+        if self._idx == last or window.adapter.whole_between_blocks:
+            return window.put_back(output, spec, x)
+        return output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._block, name)
