@@ -27,7 +27,9 @@ def summarise(newest: Path) -> Path | None:
         return None
     rows = _rows([_chosen(record) for record in records])
     table = newest.with_name(TABLE)
-    write_text(table, _heading(first) + _markdown(rows, records))
+    drawn = first["samples"]["drawn"]
+    shared = ", ".join(f"{key}={drawn.get(key)}" for key in ("num_samples", "first_seed"))
+    write_text(table, f"suite={first.get('suite')}, {shared}\n\n{_markdown(rows, records)}")
     return table
 
 
@@ -73,12 +75,6 @@ def _best(records: list[dict[str, Any]], key: str) -> int | None:
     sign = -1 if key in records[0]["higher_is_better"] else 1
     valid = [i for i, value in enumerate(values) if not math.isnan(value)]
     return min(valid, key=lambda i: sign * values[i], default=None)
-
-
-def _heading(record: dict[str, Any]) -> str:
-    drawn = record["samples"]["drawn"]
-    shared = {key: drawn.get(key) for key in ("num_samples", "first_seed")}
-    return f"suite={record.get('suite')}, " + ", ".join(f"{k}={v}" for k, v in shared.items()) + "\n\n"
 
 
 def _markdown(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:

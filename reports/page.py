@@ -59,7 +59,10 @@ def page(runs: Sequence[Run], refresh_sec: float | None = None) -> str:
             pictures += [heading, *_pictures(data_arms)]
         tables += [_progress(runs[0])] if len(runs) == 1 else []
         tables += ["<h2>Runs</h2>", _wide([_environment(arm, run) for arm in arms for run in arm.runs])]
-        pictures += [_configuration(arm.runs[0], arm.name) for arm in arms]
+        for arm in arms:
+            text = escape(yaml.safe_dump(arm.runs[0].config, sort_keys=False))
+            summary = f"<summary>configuration {escape(arm.name)}</summary>"
+            pictures.append(f"<details>{summary}<pre>{text}</pre></details>")
     except (AttributeError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         names = ", ".join(str(run.folder.path) for run in runs)
         raise ValueError(f"{names}: a file of the run is damaged: {error!r}") from error
@@ -306,11 +309,6 @@ def _routes(arms: Sequence[Arm]) -> Iterable[str]:
         routes = "; ".join(arm.runs[0].manifest["routes"]) or "all tokens in all blocks"
         name = f"{arm.name}: {routes}" if routes not in arm.name and len(arms) > 1 else routes
         yield f'<p>{escape(name)}</p><div class="blocks">{"".join(blocks)}</div>'
-
-
-def _configuration(run: Run, name: str = "") -> str:
-    text = escape(yaml.safe_dump(run.config, sort_keys=False))
-    return f"<details><summary>configuration {escape(name)}</summary><pre>{text}</pre></details>"
 
 
 def _picture(file: Path, name: str) -> str:

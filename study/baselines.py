@@ -2,13 +2,8 @@
 
     python -m study.baselines OUT [TASK ...]      default: the tasks of the twins in OUT, or all
 
-| baseline | what it predicts or draws |
-|---|---|
-| class means | the mean of the class |
-| class Gaussians | a Gaussian per class; as a denoiser, a linear filter per class |
-| real training, real held-out | images of the data set, for comparison |
-
-Covariances are shrunk by Ledoit and Wolf's method, because some classes have 20 images.
+study/README.md lists them. Covariances are shrunk by Ledoit and Wolf's method, because some classes have 20
+images.
 """
 
 import sys

@@ -263,12 +263,10 @@ def gates_table(records: Records) -> str:
     rows = []
     for study in records.rows:
         if records.rows[study]:
-            key = records.distance(study) or LOSS
-            gates = failed_gates(records, study, LOSS) | {"a, samples": "-", "b": "-", "c": "-"}
-            if key != LOSS:
-                of_samples = failed_gates(records, study, key)
-                gates |= {"a, samples": of_samples["a"], "b": of_samples["b"], "c": of_samples["c"]}
-            row = {"task": study, "a, losses": gates["a"]} | {k: gates[k] for k in ("a, samples", "b", "c")}
+            key = records.distance(study)
+            of_samples = failed_gates(records, study, key) if key else dict.fromkeys("abc", "-")
+            row = {"task": study, "a, losses": failed_gates(records, study, LOSS)["a"]}
+            row |= {"a, samples": of_samples["a"], "b": of_samples["b"], "c": of_samples["c"]}
             rows.append({k: v or "passed" for k, v in row.items()})
     return markdown(rows, dict.fromkeys(rows[0], "{}")).replace("--:", "---") if rows else ""
 
@@ -315,9 +313,8 @@ def arms_table(records: Records, study: str) -> str:
             scores = [*records.scores(study, arm, name, at, guidance).values()]
             if not scores or (at == "best" and study not in STUDIES):
                 continue
-            label = {"end": "", "best": ", best checkpoint"}[at] + (
-                "" if guidance == UNGUIDED else ", best guidance"
-            )
+            label = ", best checkpoint" if at == "best" else ""
+            label += "" if guidance == UNGUIDED else ", best guidance"
             effect = effect_of([scores], (1,))
             half = f" ± {effect.high - effect.value:.1g}" if effect.n > 1 else ""
             row |= {"n": effect.n, name + label: f"{effect.value:.4g}{half}"}
