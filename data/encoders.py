@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,25 @@ class KLEncoder:
         self.factor, self.latent_channels = self._sizes()
 
     def _normalisation(self, name: str) -> tuple[Numbers, Numbers, float]:
-        return _normalisation(self.net.config, name)
+        """Return scale, shift and the resulting standard deviation, as the autoencoder's config.json says.
+
+        As in diffusers' pipelines: (z - shift_factor) * scaling_factor, of unit variance, or
+        (z - latents_mean) / latents_std * scaling_factor.
+        """
+        config, file = self.net.config, f"encoder={name}: config.json"
+        factor, shift = config["scaling_factor"], config["shift_factor"]
+        means, stds = config["latents_mean"], config["latents_std"]
+        if means is not None and shift:
+            raise ValueError(f"{file} has latents_mean and shift_factor={shift}, must have only one of them")
+        if (means is not None or shift) and "scaling_factor" in config.get("_use_default_values", ()):
+            raise ValueError(f"{file} has a shift but no scaling_factor, must have both")
+        try:  # the manifest checks the number of channels
+            if means is stds is None:
+                return float(factor), float(shift or 0.0), 1.0
+            return tuple(factor / std for std in stds), tuple(map(float, means)), abs(float(factor))
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            rule = "must have lists of numbers in both latents_mean and latents_std, or in neither"
+            raise ValueError(f"{file} {rule}: {error}") from error
 
     def _sizes(self) -> tuple[int, int]:
         """Return `factor` and the number of channels of the network's latents."""
@@ -327,28 +345,6 @@ def _load_autoencoder(request: str, name: str, class_name: str) -> torch.nn.Modu
     if missing := info["missing_keys"]:  # diffusers would initialize them at random
         raise ValueError(f"encoder={request} lacks {len(missing)} tensors, such as {min(missing)}")
     return net
-
-
-def _normalisation(config: Mapping[str, Any], name: str) -> tuple[Numbers, Numbers, float]:
-    """Read scale, shift and the resulting standard deviation from an autoencoder's config.json.
-
-    As in diffusers' pipelines: (z - shift_factor) * scaling_factor, of unit variance, or
-    (z - latents_mean) / latents_std * scaling_factor.
-    """
-    factor, shift = config["scaling_factor"], config["shift_factor"]
-    means, stds = config["latents_mean"], config["latents_std"]
-    file = f"encoder={name}: config.json"
-    if means is not None and shift:
-        raise ValueError(f"{file} has latents_mean and shift_factor={shift}, must have only one of them")
-    if (means is not None or shift) and "scaling_factor" in config.get("_use_default_values", ()):
-        raise ValueError(f"{file} has a shift but no scaling_factor, must have both")
-    try:  # the manifest checks the number of channels
-        if means is stds is None:
-            return float(factor), float(shift or 0.0), 1.0
-        return tuple(factor / std for std in stds), tuple(map(float, means)), abs(float(factor))
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        rule = "must have lists of numbers in both latents_mean and latents_std, or in neither"
-        raise ValueError(f"{file} {rule}: {error}") from error
 
 
 def _check_depth(config: Any) -> None:

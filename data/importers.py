@@ -1,9 +1,5 @@
 """Read latents in the formats of other codebases, and check the assumptions about them.
 
-The files do not say how latents were scaled, whether the second half of the channels is a log-variance or a
-standard deviation, or whether flips are included. Each format has assumptions, which are printed and checked
-on a sample of entries.
-
 Shapes: N entries, C channels of the encoder's latents, C' = 2C for moments.
 """
 
