@@ -47,7 +47,7 @@ def check_rules(experiment: "Experiment", num_processes: int) -> None:
         raise ValueError("ema=post_hoc needs train.milestone_every=STEPS: the milestones are its snapshots")
     _check_kept_tokens(experiment)
     for key, value in flatten(experiment.written).items():
-        if key in COUNTS and value is not None:
+        if key in COUNTS:
             check_positive(key, value)
     check_not_negative("data.seed", data.arguments.get("seed", 0))
     if data.target in DRAWN_DATA:

@@ -276,8 +276,7 @@ def complete(request: T, experiment: Experiment) -> T:
     if (num_samples := request.num_samples) is None:
         raise ValueError("num_samples=null must be a number")
     check_positive("num_samples", num_samples)
-    if request.batch_size is not None:
-        check_positive("batch_size", request.batch_size)
+    check_positive("batch_size", request.batch_size)
     if request.first_seed < 0 or request.first_seed + num_samples > NUM_SEEDS:
         rule = f"must not be negative, and the last seed less than {NUM_SEEDS}"
         raise ValueError(f"first_seed={request.first_seed} {rule}")

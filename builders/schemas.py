@@ -63,8 +63,7 @@ def check_train(train: TrainConfig) -> None:
     for key in POSITIVE:
         check_positive(f"train.{key}", getattr(train, key))
     for key in POSITIVE_OR_NULL:
-        if getattr(train, key) is not None:
-            check_positive(f"train.{key}", getattr(train, key), otherwise=", or null")
+        check_positive(f"train.{key}", getattr(train, key), otherwise=", or null")
     for key, choices in (("mixed_precision", PRECISIONS), ("compile", SWITCH), ("keep_freed_memory", SWITCH)):
         setattr(train, key, getattr(train, key).lower())  # a YAML `true` arrives as "True"
         check_choice(f"train.{key}", getattr(train, key), choices)

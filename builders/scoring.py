@@ -126,8 +126,7 @@ def check_request(request: ScoreConfig) -> tuple[ScoreConfig, Node, Experiment |
     if request.intervals != 0 and request.intervals < 2:
         raise ValueError(f"intervals={request.intervals} must be 0 or at least 2")
     for key in ("resolution", "num_samples", "detector_batch_size"):
-        if (value := getattr(request, key)) is not None:
-            check_positive(key, value)
+        check_positive(key, getattr(request, key))
     if request.out is not None:
         suffix, out = ".npz" if request.mode == "reference" else ".json", Path(request.out)
         if out.suffix != suffix:

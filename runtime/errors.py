@@ -11,9 +11,9 @@ def check_not_negative(key: str, value: float) -> None:
         raise ValueError(f"{key}={value} must not be negative")
 
 
-def check_positive(key: str, value: float, otherwise: str = "") -> None:
-    """Raise a ValueError unless the value is greater than 0; `otherwise` names other allowed values."""
-    if not value > 0:
+def check_positive(key: str, value: float | None, otherwise: str = "") -> None:
+    """Raise a ValueError unless the value is greater than 0, or None; `otherwise` names other values."""
+    if value is not None and not value > 0:
         raise ValueError(f"{key}={value} must be greater than 0{otherwise}")
 
 

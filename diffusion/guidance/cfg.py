@@ -25,8 +25,7 @@ class CFG(Guidance):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_channels is not None:
-            check_positive("guidance.num_channels", self.num_channels)
+        check_positive("guidance.num_channels", self.num_channels)
 
     def check(self, precond: Precond) -> None:
         num_channels = precond.net.latent_shape[0]

@@ -40,8 +40,7 @@ class Alignment(ABC):
     def __init__(self, block: int, weight: float, until_step: int | None = None, tokens: str = "all"):
         check_positive("alignment.weight", weight)
         check_choice("alignment.tokens", tokens, TOKENS)
-        if until_step is not None:
-            check_positive("alignment.until_step", until_step, otherwise=", or null")
+        check_positive("alignment.until_step", until_step, otherwise=", or null")
         self.block, self.weight, self.until_step, self.tokens = block, weight, until_step, tokens
 
     @abstractmethod

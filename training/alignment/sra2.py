@@ -30,8 +30,7 @@ class SRA2(Alignment):
     ):
         super().__init__(block, weight, until_step, tokens)
         check_positive("alignment.num_layers", num_layers)
-        if width is not None:
-            check_positive("alignment.width", width, otherwise=", or null")
+        check_positive("alignment.width", width, otherwise=", or null")
         self.num_layers, self.width = num_layers, width
 
     def projector(self, hidden_size: int, target_size: int, grid_size: int) -> nn.Module:
