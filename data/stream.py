@@ -93,17 +93,15 @@ def _permutation(seed: int, epoch: int, count: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(count)
 
 
+@dataclass(eq=False)
 class _Reader(Dataset):
-    def __init__(
-        self,
-        dataset: LatentDataset,
-        with_masks: bool,
-        token_mask: TokenMask | None,
-        with_features: bool,
-        with_text: bool,
-    ):
-        self.dataset, self.with_masks, self.token_mask = dataset, with_masks, token_mask
-        self.with_features, self.with_text = with_features, with_text
+    dataset: LatentDataset
+    with_masks: bool
+    token_mask: TokenMask | None
+    with_features: bool
+    with_text: bool
+
+    def __post_init__(self) -> None:
         self.counted, self.num_forced = np.empty(0), 0
 
     def __getitem__(self, draw: Draw) -> StoredBatch:
