@@ -23,7 +23,7 @@ from models import Backbone, TextShape, token_mask
 from routing import Route, RoutePlan
 from runtime.command_line import one_line
 from runtime.config import compose_config
-from runtime.errors import check_index
+from runtime.errors import as_value_error, check_index
 from runtime.launch import ALONE, Launch
 from runtime.machine import processes_here
 from runtime.nodes import Node, check_arguments, config_folders
@@ -183,10 +183,8 @@ class Experiment:
         written = self.optimizer_node.written
         options = {key: written[key] for key in OF_OPTIMIZER if key in written}
         options = check_arguments("optimizer", Optimizer, options)
-        try:
+        with as_value_error("optimizer", ValueError, TypeError, IndexError):  # torch does not name the key
             built = self.optimizer_node.bind()(named_parameters)
-        except (ValueError, TypeError, IndexError) as error:  # messages of torch do not name the key
-            raise ValueError(f"optimizer: {error}") from error
         return Optimizer(built, **options)
 
     def ema(self, net: nn.Module) -> EMA:
@@ -248,10 +246,9 @@ class Experiment:
         """Let the router choose two tokens of a sample of zeros."""
         arguments = self.model_node.arguments
         router, x = arguments["router"].bind(), torch.zeros(1, num_tokens, arguments.get("hidden_size", 1))
-        try:
+        # Of a user's router.
+        with as_value_error("model.router", TypeError, RuntimeError, IndexError, AttributeError, KeyError):
             shape = tuple(router(x, 2, force_keep=None, noise=None, generator=None).shape)
-        except (TypeError, RuntimeError, IndexError, AttributeError, KeyError) as error:  # of a user's router
-            raise ValueError(f"model.router: {error}") from error
         if shape != (1, 2):
             raise ValueError(f"model.router must return positions (N, K), here (1, 2): it returned {shape}")
 

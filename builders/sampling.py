@@ -28,7 +28,7 @@ from data import LatentManifest, Words, encoder_for, image_decoder, manifest_fro
 from data.manifest import MAX_PROMPTS
 from diffusion import Guidance, Precond
 from models import Backbone
-from runtime.errors import check_choice, check_positive
+from runtime.errors import as_value_error, check_choice, check_positive
 from runtime.files import sha256
 from runtime.launch import ALONE, Launch
 from runtime.nodes import read_nodes
@@ -259,10 +259,8 @@ def check_shapes(experiment: Experiment, file: Path) -> None:
     depth = experiment.model_node.arguments.get("depth", 1)
     if depth > len(weights.tensors):
         raise ValueError(f"{file} holds {len(weights.tensors)} tensors, fewer than model.depth={depth} needs")
-    try:
+    with as_value_error(file):  # it determines the keys
         net = experiment.meta_net
-    except ValueError as error:  # the file determines the keys
-        raise ValueError(f"{file}: {error}") from error
     if net.num_tokens > MAX_TOKENS:
         raise ValueError(
             f"{file}: {net.num_tokens} tokens of latents {net.latent_shape}, must be at most {MAX_TOKENS}"
@@ -313,10 +311,8 @@ def prompts_of(request: SamplingConfig) -> list[str] | None:
         return [request.prompt]
     if request.prompts is None:
         return None
-    try:
+    with as_value_error(f"prompts={request.prompts} cannot be read as UTF-8", OSError, UnicodeDecodeError):
         text = Path(request.prompts).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts={request.prompts} cannot be read as UTF-8: {error}") from error
     if not (lines := [line.strip() for line in text.splitlines() if line.strip()]):
         raise ValueError(f"prompts={request.prompts} has no prompts")
     return lines

@@ -18,7 +18,7 @@ from evaluation.files import fingerprint
 from evaluation.suite import Scores
 from runtime.arrays import ZIP_ERRORS, read_member
 from runtime.config import compose_group, is_sweep
-from runtime.errors import check_choice, check_positive
+from runtime.errors import as_value_error, check_choice, check_positive
 from runtime.files import read_json
 from runtime.launch import Launch
 from runtime.nodes import Node, read_nodes
@@ -241,11 +241,9 @@ class NetworkSamples:
 
 def read_labels(file: Path) -> np.ndarray | None:
     """Read the labels (N,) of an .npz in the layout of [ADM]; None if it has none."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return read_member(archive, "arr_1") if "arr_1.npy" in archive.namelist() else None
-    except ZIP_ERRORS as error:
-        raise ValueError(f"samples={file}: arr_1 cannot be read: {error}") from error
+    what = f"samples={file}: arr_1 cannot be read"
+    with as_value_error(what, *ZIP_ERRORS), zipfile.ZipFile(file) as archive:
+        return read_member(archive, "arr_1") if "arr_1.npy" in archive.namelist() else None
 
 
 def comparisons(suite: Suite, num_samples: int) -> dict[str, Scores]:

@@ -47,7 +47,7 @@ from data.masks import MaskFiles, pool_mask, read_mask
 from data.text import WORDS
 from data.writer import LatentWriter, check_out, lock_of, next_steps
 from runtime.config import command, run_main
-from runtime.errors import check_choice, check_not_negative, check_positive
+from runtime.errors import as_value_error, check_choice, check_not_negative, check_positive
 from runtime.files import write_json
 from runtime.launch import Launch
 from runtime.lock import Lock
@@ -299,11 +299,8 @@ def read_pair(job: Job, position: int) -> tuple[np.ndarray, np.ndarray | None]:
     if job.masks is None:
         return image, None
     is_segmentation = job.manifest.conditioning_type == "segmentation"
-    try:
-        with job.masks.open(name) as mask_file:
-            mask = read_mask(mask_file, picture.size, resolution, is_segmentation)
-    except ValueError as error:
-        raise ValueError(f"mask: {error}") from error
+    with as_value_error("mask"), job.masks.open(name) as mask_file:
+        mask = read_mask(mask_file, picture.size, resolution, is_segmentation)
     return image, pool_mask(mask, job.manifest.input_size, is_segmentation)
 
 

@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 
 from data.tars import index_tars, read_at
 from runtime.arrays import ZIP_ERRORS, check_size, member_size, read_header
+from runtime.errors import as_value_error
 from runtime.files import files_in
 from runtime.parts import Part
 
@@ -44,7 +45,7 @@ class Files:
 
     def __init__(self, path: Path, key: str = ""):
         self.path = path
-        try:
+        with as_value_error(f"{key}{path} cannot be read as a folder, zip or tar", *ZIP_ERRORS):
             in_folder = [*files_in(path)] if path.is_dir() else []
             has_images = any(name.lower().endswith(LOSSLESS + LOSSY) for name in in_folder)
             tars = [] if has_images else [path / name for name in in_folder if name.endswith(".tar")]
@@ -53,8 +54,6 @@ class Files:
             stored = self._archive.namelist() if self._archive else []
             names = [*map(normalized_name, stored)] if self._archive else [*self.in_tars] or in_folder
             self._visible = sorted(name for name in names if not _is_hidden(name))
-        except ZIP_ERRORS as error:
-            raise ValueError(f"{key}{path} cannot be read as a folder, zip or tar: {error}") from error
         self._stored = dict(zip(names, stored, strict=True)) if self._archive else {}
         self.names = [name for name in self._visible if not name.endswith("/")]
         if outside := [name for name in names if name.startswith("../")]:
@@ -101,7 +100,7 @@ class NpzImages(_Images):
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        try:
+        with as_value_error(f"{self.path} cannot be read as an .npz with arr_0", *ZIP_ERRORS):
             with zipfile.ZipFile(self.path) as archive:
                 size = member_size(archive, "arr_0.npy")  # refuses compression that numpy does not know
                 with archive.open("arr_0.npy") as member:
@@ -113,25 +112,21 @@ class NpzImages(_Images):
                 pixels = f"and at most {Image.MAX_IMAGE_PIXELS} pixels per image"
                 raise ValueError(f"arr_0 is {dtype} {shape}, {rule}, {pixels}")
             check_size("arr_0", shape, dtype, size)
-        except ZIP_ERRORS as error:
-            raise ValueError(f"{self.path} cannot be read as an .npz with arr_0: {error}") from error
         self.count, self.shape = shape[0], shape[1:]
 
     def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
         """Yield parts of `batch_size` images, the last one may be smaller. `parts` must be ascending."""
         image_size, position = math.prod(self.shape), 0
-        try:
-            with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
-                read_header(member)
-                for part in parts:
-                    start = part * batch_size
-                    for _ in range(position, start):  # `seek` would skip the CRC check in newer Pythons
-                        member.read(image_size)
-                    position = min(start + batch_size, self.count)
-                    data = bytearray(member.read((position - start) * image_size))
-                    yield Part(part, np.frombuffer(data, np.uint8).reshape(position - start, *self.shape))
-        except ZIP_ERRORS as error:
-            raise ValueError(f"{self.path} is damaged: {error}") from error
+        damaged = as_value_error(f"{self.path} is damaged", *ZIP_ERRORS)
+        with damaged, zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
+            read_header(member)
+            for part in parts:
+                start = part * batch_size
+                for _ in range(position, start):  # `seek` would skip the CRC check in newer Pythons
+                    member.read(image_size)
+                position = min(start + batch_size, self.count)
+                data = bytearray(member.read((position - start) * image_size))
+                yield Part(part, np.frombuffer(data, np.uint8).reshape(position - start, *self.shape))
 
 
 class ImageFiles(_Images):
@@ -170,11 +165,9 @@ class ImageFiles(_Images):
                 yield Part(part, np.stack([image.result() for image in images]))
 
     def _read(self, name: str) -> np.ndarray:
-        try:
-            with self._files.open(name) as file:
-                image = to_pixels(open_picture(file), self.resolution)
-        except IMAGE_ERRORS as error:
-            raise ValueError(f"{self.path}/{name} cannot be read: {error}") from error
+        unreadable = as_value_error(f"{self.path}/{name} cannot be read", *IMAGE_ERRORS)
+        with unreadable, self._files.open(name) as file:
+            image = to_pixels(open_picture(file), self.resolution)
         if self.shape not in ((), image.shape):
             first = f"{self._names[0]} is {self.shape}"
             raise ValueError(f"{self.path}/{name} is {image.shape}, {first}: all sizes must be equal")

@@ -21,6 +21,7 @@ from data.listing import LABELS_FILE, read_labels
 from data.manifest import FAR_STD, MAX_CLASSES
 from data.tars import index_tars, read_at
 from runtime.arrays import ZIP_ERRORS, load_stored, parse_array, read_array
+from runtime.errors import as_value_error
 
 STORED_AS = ("samples", "mean_logvar", "mean_std")
 LOGVAR_RANGE = (-30.0, 20.0)  # as diffusers clamps it
@@ -131,10 +132,8 @@ def open_tars(path: Path) -> Source:
 
     def read(i: int) -> np.ndarray:
         name = keys[i] + TAR_LATENT
-        try:
+        with as_value_error(f"{files[name][0]}: {name} cannot be read"):
             return parse_array(content(name))
-        except ValueError as error:
-            raise ValueError(f"{files[name][0]}: {name} cannot be read: {error}") from error
 
     bar = tqdm(keys, desc="read labels", unit="label")
     labels = [_parse_number(content(key + TAR_LABEL), f"{path}: {key}{TAR_LABEL}") for key in bar]
@@ -145,21 +144,17 @@ def open_lmdb(path: Path) -> Source:
     """Open MaskDiT's LMDB: `z-I` (8 channels of float32), `y-I` (the label in decimal), and `length`."""
     import lmdb
 
-    try:
+    with as_value_error(f"source={path} must be an LMDB, a folder with data.mdb", lmdb.Error):
         environment = lmdb.open(str(path), readonly=True, lock=False, readahead=False, subdir=path.is_dir())
         transaction = environment.begin()
-    except lmdb.Error as error:
-        raise ValueError(f"source={path} must be an LMDB, a folder with data.mdb: {error}") from error
     size = (path / "data.mdb" if path.is_dir() else path).stat().st_size
     needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
     if size < needed:  # reading pages beyond the end would kill the process
         raise ValueError(f"source={path} is truncated: it has {size} of {needed} bytes")
 
     def value(key: str) -> bytes:
-        try:
+        with as_value_error(f"source={path} is damaged: entry {key} cannot be read", lmdb.Error):
             return transaction.get(key.encode(), default=b"")
-        except lmdb.Error as error:
-            raise ValueError(f"source={path} is damaged: entry {key} cannot be read: {error}") from error
 
     count = _parse_number(value("length"), f"source={path}: length", sys.maxsize)
     labels = [_parse_number(value(f"y-{i}"), f"source={path}: y-{i}") for i in range(count)]
@@ -183,11 +178,9 @@ def open_npy_zip(path: Path) -> Source:
         raise ValueError(f"source={path} has no {LABELS_FILE} with the labels")
 
     def read(i: int) -> np.ndarray:
-        try:
-            with files.open(names[i]) as file:
-                return read_array(file, files.size(names[i]))
-        except ZIP_ERRORS as error:
-            raise ValueError(f"source={path}: {names[i]} cannot be read: {error}") from error
+        what = f"source={path}: {names[i]} cannot be read"
+        with as_value_error(what, *ZIP_ERRORS), files.open(names[i]) as file:
+            return read_array(file, files.size(names[i]))
 
     return Source(len(names), read_labels(files, names), read)
 

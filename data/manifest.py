@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from runtime.errors import as_value_error
 from runtime.files import read_json
 
 FORMAT_VERSION = 1
@@ -238,11 +239,9 @@ def read_manifest(path: str | Path) -> LatentManifest:
 
 
 def manifest_from(fields: dict[str, Any], name: str) -> LatentManifest:
-    try:
+    with as_value_error(f"{name} is not a latent manifest", ValueError, TypeError, KeyError, AttributeError):
         lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
         return LatentManifest(**{**fields, **lists})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{name} is not a latent manifest: {error}") from error
 
 
 def drawn_manifest(

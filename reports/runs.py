@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 from reports.effects import Effect, effect_of
+from runtime.errors import as_value_error
 from runtime.files import parse_json, read_bounded, read_json
 from runtime.provenance import flatten
 from runtime.tables import csv_text, text_table
@@ -159,10 +160,8 @@ def read_metrics(file: Path) -> Lines:
         return []
     with file.open("rb") as opened:
         text = read_bounded(opened, MAX_METRICS_BYTES)
-    try:
+    with as_value_error(f"{file} is damaged"):
         lines = [parse_json(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
     if not all(isinstance(line, dict) and isinstance(line.get("step"), int) for line in lines):
         raise ValueError(f"{file} is damaged: each line must be an object with a step")
     return lines

@@ -12,6 +12,8 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from runtime.errors import as_value_error
+
 MAX_INFLATED = 1032  # the largest compression ratio of deflate
 NAMES_SHOWN = 10
 MAX_HEADER_BYTES = 10_000  # of an .npy; numpy has the same limit, but reads longer ones first
@@ -59,13 +61,11 @@ def read_array(file: IO[bytes], size: int) -> np.ndarray:
 
 def map_array(file: Path) -> np.ndarray:
     """Map the array of an .npy file."""
-    try:
+    with as_value_error(f"{file} is missing, truncated or not an .npy file", ValueError, OSError):
         with file.open("rb") as opened:
             shape, _, dtype = read_header(opened)
             check_size("it", shape, dtype, file.stat().st_size - opened.tell())
         return np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"{file} is missing, truncated or not an .npy file: {error}") from error
 
 
 def parse_array(data: bytes) -> np.ndarray:
@@ -128,11 +128,8 @@ def _check_stored(file: Path) -> None:
     length, start = struct.unpack_from("<2Q", end, 40) if is_zip64 else struct.unpack_from("<2L", end, 88)
     if end[76:80] != b"PK\5\6" or stated != begin or start + length != begin:
         raise ValueError(f"{file} is damaged: it does not end as files that torch.save writes")
-    try:
-        with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-    except ZIP_ERRORS as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+    with as_value_error(f"{file} is damaged", *ZIP_ERRORS), zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
     packed = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
     if packed:
         raise ValueError(f"{file}: {packed[0]} is compressed, must be stored, as torch.save does")

@@ -1,7 +1,8 @@
 """The error class for mistakes of the user, checks of single values, and suggestions of keys."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -27,6 +28,16 @@ def check_index(key: str, value: int, count: int) -> None:
     """Raise a ValueError unless the value is in [0, count)."""
     if not 0 <= value < count:
         raise ValueError(f"{key}={value} must be in [0, {count - 1}]")
+
+
+@contextmanager
+def as_value_error(message: object, *kinds: type[BaseException]) -> Iterator[None]:
+    """Turn errors of these kinds, by default ValueErrors, into a ValueError that begins with a message."""
+    kinds = kinds or (ValueError,)
+    try:
+        yield
+    except kinds as error:
+        raise ValueError(f"{message}: {error}") from error
 
 
 def did_you_mean(key: str, keys: Iterable[str]) -> str:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from runtime.errors import as_value_error
+
 MAX_JSON_BYTES = 2**24
 # A list takes about 80 bytes of memory: a text of brackets alone would take thirty times its size.
 FREE_BRACKETS, BYTES_PER_BRACKET = 1000, 8
@@ -54,11 +56,9 @@ def finite(content: Any) -> Any:
 
 def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Read a JSON file."""
-    try:
-        with file.open("rb") as opened:
-            return parse_json(read_bounded(opened, max_bytes))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged, not JSON: {error}") from error
+    damaged = as_value_error(f"{file} is damaged, not JSON", ValueError, RecursionError)
+    with damaged, file.open("rb") as opened:
+        return parse_json(read_bounded(opened, max_bytes))
 
 
 def parse_json(data: bytes) -> Any:

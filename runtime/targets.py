@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from runtime.errors import as_value_error
+
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 _PACKAGE = re.compile(r"(?:#.*\n)*?#\s*@package\s+(\S+)")
 
@@ -72,10 +74,8 @@ def check_apart(run: Path, folders: Sequence[Path]) -> None:
 
 def load_target(key: str, name: str) -> Callable[..., Any]:
     """Import a target: an attribute of a module, even if a submodule has the same name."""
-    try:
+    with as_value_error(f"{key}={name} cannot be imported", ImportError, ValueError, AttributeError):
         target = resolve_name(":".join(name.rsplit(".", 1)))
-    except (ImportError, ValueError, AttributeError) as error:
-        raise ValueError(f"{key}={name} cannot be imported: {error}") from error
     if not callable(target):
         raise ValueError(f"{key}={name} must be the dotted name of a class or a function")
     return target

@@ -12,6 +12,7 @@ import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 
 from runtime.arrays import load_stored
+from runtime.errors import as_value_error
 from training.checkpoint import STEP_FOLDER, damage_of, intact_hint, latest_checkpoint
 from training.sprint import from_sprint
 
@@ -140,11 +141,9 @@ def _content(file: Path, shapes_only: bool) -> Any:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, "pt") as opened:
-            yield opened
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from error
+    what = f"{file} is truncated or not a safetensors file"
+    with as_value_error(what, SafetensorError, KeyError, ValueError), safe_open(file, "pt") as opened:
+        yield opened
 
 
 def _weights_file(source: Path) -> Path:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from diffusion.guidance.cfg import check_null_class, on_null_class
 from diffusion.guidance.guidance import Branch, Guidance
 from diffusion.objective import Precond
+from runtime.errors import as_value_error
 
 
 @dataclass(eq=False)
@@ -32,10 +33,8 @@ class AutoGuidance(Guidance):
 
     def load(self, open_precond: Callable[[str, str | None], Precond]) -> None:
         if self.weak_run is not None:
-            try:
+            with as_value_error(f"guidance.weak_run={self.weak_run}", FileNotFoundError, ValueError):
                 self._weak = open_precond(self.weak_run, self.weak_checkpoint)
-            except (FileNotFoundError, ValueError) as error:
-                raise ValueError(f"guidance.weak_run={self.weak_run}: {error}") from error
 
     def check(self, precond: Precond) -> None:
         if self._weak is None and not self.null_class:
