@@ -189,7 +189,7 @@ def open_model(
         launch.print(f"weights {run.weights} ({entry})")
     data = experiment.data_node.arguments
     sizes = {key: data[key] for key in ("input_size", "in_channels", "num_classes")}
-    manifest.check_sizes(request.latents or str(run.path), **sizes, text=data.get("text"))
+    manifest.check_sizes(request.latents or str(run.path), sizes, data.get("text"))
     official = request.decoding == "official"
     encoder_name = request.encoder or data.get("encoder")
     options = {"allow_other": request.allow_other_encoder, "official": official}

@@ -161,7 +161,7 @@ def open_latents(
     """
     manifest, folder = read_manifest(path), Path(path)
     sizes = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
-    manifest.check_sizes(str(path), **sizes, text=text)
+    manifest.check_sizes(str(path), sizes, text)
     arrays = {}
     for key, (dtype, shape) in manifest.arrays().items():
         file, array = folder / FILES[key], map_array(folder / FILES[key])

@@ -1,7 +1,7 @@
 """The manifest of a latent folder. data/README.md describes its keys."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -194,20 +194,11 @@ class LatentManifest:
         """Undo scale and shift: convert the network's latents to the input of the decoder."""
         return latents / _column(self.scale, latents.device) + _column(self.shift, latents.device)
 
-    def check_sizes(
-        self,
-        path: str,
-        *,
-        input_size: int | None,
-        in_channels: int | None,
-        num_classes: int | None,
-        text: dict[str, int | None] | None = None,
-    ) -> None:
-        """Raise a ValueError unless the data have the sizes that a run expects (None: any)."""
-        expected = {"input_size": input_size, "in_channels": in_channels, "num_classes": num_classes}
+    def check_sizes(self, path: str, sizes: Mapping[str, int | None], text: Mapping | None = None) -> None:
+        """Raise a ValueError unless the data have the sizes, by name, that a run expects (None: any)."""
         if text is not None and text != self.text_shape:
             raise ValueError(f"data.text={text} must be {self.text_shape}, as in {path}/{FILES['manifest']}")
-        for key, size in expected.items():
+        for key, size in sizes.items():
             if size is not None and getattr(self, key) != size:
                 rule = f"must be {getattr(self, key)}, as in {path}/{FILES['manifest']}"
                 raise ValueError(f"data.{key}={size} {rule} (data=latents reads the sizes from it)")
