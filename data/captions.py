@@ -60,7 +60,7 @@ class Captions:
         """Identify the encoder."""
         return [self.encoder.name, self.encoder.weights_hash, self.encoder.num_tokens]
 
-    def name_sides(self) -> bool:
+    def mentions_sides(self) -> bool:
         """True if captions say left or right."""
         return not {"left", "right"}.isdisjoint(chain(*map(words_of, chain(*self.texts))))
 

@@ -214,7 +214,7 @@ def start_job(job: Job, lock: Lock, launch: Launch) -> None:
     launch.print(f"classes: {first_classes(job.manifest)}")
     for warning in class_warnings(job.manifest):
         launch.print(f"warning: {warning}")
-    if job.captions is not None and job.request.hflip and job.captions.name_sides():
+    if job.captions is not None and job.request.hflip and job.captions.mentions_sides():
         launch.print("warning: captions name left or right, but images are also flipped: see hflip=false")
     read = SUFFIXES if job.request.captions == BESIDE else ()
     if ignored := [name for name in images.ignored if not name.endswith(read)]:

@@ -34,8 +34,7 @@ class TextShape:
         if (self.vocab_size is None) == (self.num_features is None):
             raise ValueError("model.text must have either vocab_size or num_features")
         for key in ("num_tokens", "vocab_size", "num_features"):
-            if getattr(self, key) is not None:
-                check_positive(f"model.text.{key}", getattr(self, key))
+            check_positive(f"model.text.{key}", getattr(self, key))
 
     def empty(self, num_samples: int, device: torch.device) -> torch.Tensor:
         """Return empty captions, (N, M) int64 or (N, M, F) fp32."""
@@ -45,7 +44,7 @@ class TextShape:
 
 
 class TextEmbedder(nn.Module):
-    """Embed captions as tokens. A learned token comes first; an empty caption has no other."""
+    """Embed captions as tokens. A learned token comes first; the empty caption is this token alone."""
 
     def __init__(self, text: TextShape, hidden_size: int):
         super().__init__()

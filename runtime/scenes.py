@@ -84,7 +84,7 @@ def parse(text: str) -> Caption:
     """Parse a caption.
 
     Raises:
-        ValueError: it is no caption of this data set, or its groups cannot be told apart.
+        ValueError: it is not a caption of this data set, or an object could belong to two groups.
     """
     words = " ".join(text.lower().split())
     found = re.search("|".join(("and ", *RELATIONS)), words)

@@ -175,7 +175,7 @@ for tokens, side in ((64, 32), (256, 64), (1024, 128)):
 STUDIES["captions-64"] = Study(
     *("scenes", ("model.hidden_size=96", "model.num_heads=3", *CAPTIONED)),
     *({arm: keys for arms in CONDITIONED.values() for arm, keys in arms.items()}, 2000, 0.005),
-    **FIVE_SEEDS | {"evaluations": 10},
+    **FIVE_SEEDS | {"seeds": (0, 1, 2), "evaluations": 10},
     noises=1,
     scales=(2.0,),
     num_samples=350,
