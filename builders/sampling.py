@@ -141,11 +141,19 @@ def open_weights(path: Path, experiment: Experiment, weights: Path, launch: Laun
 
     def open_weak(run: str, checkpoint: str | None) -> Precond:
         opened = open_run(run, checkpoint, guided=False, launch=launch)
+        if _captions(opened.experiment) != _captions(experiment):
+            raise ValueError(f"guidance.weak_run={run} must encode captions as the sampled network does")
         weak[opened.weights] = opened.experiment
         return opened.precond
 
     guidance, sampler = experiment.guidance(open_weak), experiment.sampler()
     return OpenedRun(path, experiment, weights, entry, precond, sampler, guidance, weak)
+
+
+def _captions(experiment: Experiment) -> dict[str, Any]:
+    """Return how the data of a run encode captions."""
+    text = experiment.details.get("data", {}).get("manifest", {}).get("text") or {}
+    return {key: value for key, value in text.items() if key not in ("prompts", "num_captions")}
 
 
 def read_request(request: T) -> tuple[T, Experiment]:

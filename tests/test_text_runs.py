@@ -1,6 +1,7 @@
 """Runs on scenes: train, resume, sample prompts, score; one key switches to classes."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -96,6 +97,20 @@ def test_without_prompts_held_out_captions_are_drawn_from_the_seeds(folder):
     assert {*texts.tolist()} <= {*held_out} and len({*texts.tolist()}) > 1
     _, later, _ = draw(folder, "prefix", "num_samples=5", "first_seed=10")
     assert later.tolist() == texts[10:15].tolist()
+
+
+def test_a_weak_network_with_another_vocabulary_is_refused(folder, tmp_path):
+    """Of the same size, so that no shape differs."""
+    weak = shutil.copytree(folder / "prefix", tmp_path / "weak")
+    guided = ("guidance=auto", f"guidance.weak_run={weak}", "guidance_scale=2", "num_samples=2")
+    draw(folder, "prefix", *guided)
+    record = json.loads((weak / "manifest.json").read_text())
+    record["data"]["manifest"]["text"]["words"].reverse()
+    (weak / "manifest.json").write_text(json.dumps(record))
+    with pytest.raises(
+        (UserError, SystemExit, ValueError), match="must encode captions as the sampled network"
+    ):
+        draw(folder, "prefix", *guided)
 
 
 def score(folder, *overrides):
