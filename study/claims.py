@@ -11,6 +11,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ SAME_DATA |= {name: "glyphs-50k" for name, study in STUDIES.items() if study.gpu
 ROUNDING = 1e-9  # distances of a set to itself
 FIGURE = "assets/twins.png"
 FIGURE_STUDY, STACKS = "digits-200", "stacks-256"
+SCENES = ("scenes-64", "scenes-256", "scenes-1024")
 PANELS = (  # of the figure: score, title, axis
     (LOSS, "loss on unseen digits", "steps"),
     ("memorised", "copies of training images", "steps"),
@@ -355,6 +357,30 @@ def stacks_table(records: Records) -> str:
     return markdown(rows, dict.fromkeys(order, "{}")).replace("--:", "---")
 
 
+def tokens_table(records: Records) -> str:
+    """Return a table of routed against dense networks on the scenes, by number of tokens."""
+    rows: list[dict[str, Any]] = []
+    at_flops = {"at": "gflop"}
+    columns = {"loss, equal steps": {}, "loss, equal FLOPs": at_flops}
+    columns["less what it is at 64 tokens"] = {**at_flops, "than": SCENES[0]}
+    for study, way in product(SCENES, ("prefix", "cross")):
+        arms = f"routed, {way}", f"dense, {way}"
+        row: dict[str, Any] = {"tokens": study.removeprefix("scenes-"), "captions": way}
+        costs = [
+            max((p[1] for points in records.curve(study, arm, LOSS).values() for p in points), default=0)
+            for arm in arms
+        ]
+        row["FLOPs of a step"] = f"{costs[0] / costs[1]:.2f}x" if all(costs) else ""
+        for column, options in columns.items():
+            if "than" in options and study == SCENES[0]:
+                continue
+            if effect := compare(records, study, LOSS, arms, **options):
+                row |= {column: effect.shown(True), "n": effect.n}
+        rows.append(row)
+    order = ("tokens", "captions", "n", "FLOPs of a step", *columns)
+    return markdown(rows, dict.fromkeys(order, "{}")).replace("--:", "---")
+
+
 def page(records: Records) -> str:
     """Return the text of CLAIMS.md."""
     texts, claims = read_page()
@@ -367,6 +393,7 @@ def page(records: Records) -> str:
     parts = [head, texts["rehearsal"] if records.rehearsal else "", texts["cost"], scoreboard(records, True)]
     parts += [texts["open"], scoreboard(records, False), figure]
     parts += [texts["stacks"], stacks_table(records)] if records.rows[STACKS] else []
+    parts += [texts["tokens"], tokens_table(records)] if records.rows[SCENES[0]] else []
     parts += [texts["gates"], gates_table(records)]
     parts += [texts["searches"], searches_table(records), texts["arms"]]
     parts += [f"## {name}\n\n{arms_table(records, name)}" for name, rows in records.rows.items() if rows]

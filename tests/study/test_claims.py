@@ -330,23 +330,30 @@ def test_what_a_method_changes_with_and_without_routes(tmp_path, header):
 
 def test_a_change_is_compared_with_the_one_of_another_study(tmp_path, header):
     """At equal FLOPs routes halve the loss on the first study and change it by 0.8 on the second."""
+    pair = ("routed, prefix", "dense, prefix")
     for study, ratio in (("scenes-64", 0.8), ("scenes-1024", 0.5)):
         record = Record(f"twins_{study}", tmp_path, header)
         for seed, wobble in enumerate((0.99, 1.0, 1.01)):
-            record.add(f"dense {seed}", [row("dense", seed, step, step, **{LOSS: 0.4}) for step in (90, 100)])
-            record.add(f"routed {seed}", [row("routed", seed, 200, 100, **{LOSS: 0.4 * ratio * wobble})])
-        effect = compare(Records(tmp_path), "scenes-1024", LOSS, PAIR, "gflop", than="scenes-64")
+            dense = [row(pair[1], seed, step, step, **{LOSS: 0.4}) for step in (50, 100)]
+            record.add(f"dense {seed}", dense)
+            record.add(f"routed {seed}", [row(pair[0], seed, 200, 50, **{LOSS: 0.4 * ratio * wobble})])
+        effect = compare(Records(tmp_path), "scenes-1024", LOSS, pair, "gflop", than="scenes-64")
         if study == "scenes-64":
             assert effect is None, "one of the two has no records"
     assert effect.value == pytest.approx(math.log(0.5 / 0.8), abs=1e-4) and effect.low < effect.value
+    lines = claims.tokens_table(Records(tmp_path)).splitlines()
+    first, _, _, _, last, _ = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    assert first[:4] == ["64", "prefix", "3", "0.50x"] and first[6] == ""
+    assert last[:3] == ["1024", "prefix", "3"] and last[4].startswith("-50.0 %")
+    assert last[6] == effect.shown(True)
     Record("baselines", tmp_path, header).add("scenes-1024", [{"baseline": "class means", LOSS: 0.5}])
-    (finding,) = Comparison(PAIR, {"scenes-1024": LOSS}, at="gflop", than="scenes-64").findings(
+    (finding,) = Comparison(pair, {"scenes-1024": LOSS}, at="gflop", than="scenes-64").findings(
         Records(tmp_path)
     )
     assert finding.failed_gates == ("a",), "the other study has no baseline"
     (file,) = tmp_path.glob("twins_scenes-64_*.csv")
     file.unlink()
-    assert compare(Records(tmp_path), "scenes-1024", LOSS, PAIR, "gflop", than="scenes-64") is None
+    assert compare(Records(tmp_path), "scenes-1024", LOSS, pair, "gflop", than="scenes-64") is None
 
 
 def test_the_figure_is_drawn(folder, header):
