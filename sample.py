@@ -60,7 +60,7 @@ def main(cfg: DictConfig) -> None:
             num_bytes = math.prod(images.shape) * (images.count + images.part_size * len(cache.missing()))
             launch.broadcast_from_main(lambda: check_room(out, num_bytes))
             if launch.broadcast_from_main(cache.start):
-                launch.print(f"{images}\na picture of the first images, class by class: {grid.file}")
+                launch.print(f"{images}\na picture of the first images: {grid.file}")
             parts = extract(None, images, cache, launch=launch, description="sample", after_part=grid.update)
             record["environment"] = environment(launch.device)
             if launch.is_main:

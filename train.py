@@ -64,7 +64,8 @@ def fit(trainer: Trainer, run: RunFolder) -> None:
     if reason := run_training(trainer, run):
         pass_on(reason)
         raise SystemExit(INTERRUPTED if reason == INTERRUPT else TRY_AGAIN)
-    sample = f"python sample.py run={run.path} num_samples=500"
+    of_text = ' prompt="..."' if trainer.net.text else ""
+    sample = f"python sample.py run={run.path}{of_text} num_samples=500"
     trainer.recorder.show(f"{run.path} is finished. Sample from it: {sample}")
 
 

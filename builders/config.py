@@ -2,7 +2,8 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
@@ -52,7 +53,7 @@ def _default_run_name(seed: int) -> str:
         swept = swept_keys([*sweep_arguments(), *of_sweeper])
         chosen = _chosen_in_sweep(hydra.overrides.task, left_out, swept)
     else:
-        chosen = "_".join(_chosen_groups(hydra.overrides.task))
+        chosen = "_".join(_chosen_groups(hydra.overrides.task, choices))
     name = "_".join(filter(None, [experiment, *parts, f"seed{seed}", chosen]))
     # Folder names are limited to 255 bytes; the hash keeps shortened names apart.
     return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}_{_short_hash(name)}"
@@ -73,12 +74,23 @@ def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _chosen_groups(overrides: Iterable[str]) -> Iterator[str]:
-    entries = yaml.safe_load((CONFIGS / "config.yaml").read_text())["defaults"]
-    defaults = dict(item for entry in entries if isinstance(entry, dict) for item in entry.items())
+def _chosen_groups(overrides: Iterable[str], choices: Mapping[str, str]) -> Iterator[str]:
+    recipes = [CONFIGS / group / f"{choices.get(group)}.yaml" for group in ("data", "experiment")]
+    defaults = {
+        key: choice for file in (CONFIGS / "config.yaml", *recipes) for key, choice in _defaults(file)
+    }
     for group, _, choice in (override.partition("=") for override in overrides):
         if group in defaults and choice != defaults[group] and group not in (*NAMED_ALWAYS, *NAMED_OTHERWISE):
             yield f"{group.rpartition('/')[2]}-{choice}"
+
+
+def _defaults(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield the groups that a file chooses, and their options, after the ones of the file it is based on."""
+    for entry in yaml.safe_load(file.read_text()).get("defaults", ()) if file.is_file() else ():
+        if isinstance(entry, str):
+            yield from _defaults(file.with_name(f"{entry}.yaml"))
+        else:
+            yield from ((key.removeprefix("override ").removeprefix("/"), entry[key]) for key in entry)
 
 
 def resolve(cfg: DictConfig, schema: type[T]) -> T:

@@ -319,7 +319,7 @@ def prompts_of(request: SamplingConfig) -> list[str] | None:
         return [request.prompt]
     if request.prompts is None:
         return None
-    with as_value_error(f"prompts={request.prompts} cannot be read as UTF-8", OSError, UnicodeDecodeError):
+    with as_value_error(f"prompts={request.prompts} cannot be read", OSError, UnicodeDecodeError):
         text = Path(request.prompts).read_text("utf-8-sig")
     if not (lines := [line.strip() for line in text.splitlines() if line.strip()]):
         raise ValueError(f"prompts={request.prompts} has no prompts")

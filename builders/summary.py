@@ -29,6 +29,7 @@ def summary(
     lines = [
         f"run        {experiment.output_dir}{resumed}",
         f"network    {num_parameters}, {len(net.blocks)} blocks, {net.num_tokens} tokens",
+        f"condition  {_condition(experiment)}",
         f"cost       {cost.dense_forward_flops / 2e9:.3g} GMAC per image and forward pass",
         *(f"route      {line}" for line in details["routes"]),
         *([f"speedup    {_speedup(cost)}"] if net.routes else []),
@@ -103,6 +104,16 @@ def duration(sec: float) -> str:
 def _gib(num_bytes: int) -> str:
     size = num_bytes / GIB
     return f"{size:.0f} GiB" if size >= 10 else f"{size:.2g} GiB"
+
+
+def _condition(experiment: Experiment) -> str:
+    """Describe what conditions the network."""
+    net = experiment.meta_net
+    if net.text is None:
+        return f"{net.num_classes} classes" if net.num_classes else "none"
+    is_prefix = experiment.written["model"]["conditioning"] == "prefix"
+    way = "a prefix" if is_prefix else "keys of cross-attention"
+    return f"captions of {net.text.num_tokens} tokens as {way}"
 
 
 def _length(train: TrainConfig, manifest: LatentManifest, resumed_step: int, takes: Estimate) -> list[str]:

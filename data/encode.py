@@ -219,7 +219,8 @@ def start_job(job: Job, lock: Lock, launch: Launch) -> None:
     read = SUFFIXES if job.request.captions == BESIDE else ()
     if ignored := [name for name in images.ignored if not name.endswith(read)]:
         names = ", ".join(ignored[:CORRUPT_SHOWN])
-        launch.print(f"{len(ignored)} files are not images and are ignored: {names}")
+        hint = ", captions=beside reads the .txt files" if ignored[0].endswith(SUFFIXES[0]) else ""
+        launch.print(f"{len(ignored)} files are not images and are ignored{hint}: {names}")
     lock.acquire()
     check_out(out)
     missing = len(job.parts.missing())

@@ -132,7 +132,7 @@ class LatentManifest:
     def contents(self) -> str:
         """What the entries have beside latents, for messages."""
         captions = f", captions of up to {self.text['num_tokens']} tokens" if self.text else ""
-        return f"{self.num_classes} classes{captions}"
+        return f"{self.num_classes or 'no'} classes{captions}"
 
     @property
     def num_trained(self) -> int:
@@ -197,11 +197,13 @@ class LatentManifest:
     def check_sizes(self, path: str, sizes: Mapping[str, int | None], text: Mapping | None = None) -> None:
         """Raise a ValueError unless the data have the sizes, by name, that a run expects (None: any)."""
         if text is not None and text != self.text_shape:
-            raise ValueError(f"data.text={text} must be {self.text_shape}, as in {path}/{FILES['manifest']}")
+            stored, other = _text_words(self.text_shape), "set another data.path, or encode other captions"
+            raise ValueError(f"data.text: {_text_words(text)} are expected, but {path} has {stored}: {other}")
         for key, size in sizes.items():
             if size is not None and getattr(self, key) != size:
                 rule = f"must be {getattr(self, key)}, as in {path}/{FILES['manifest']}"
-                raise ValueError(f"data.{key}={size} {rule} (data=latents reads the sizes from it)")
+                others = "set another data.path for other sizes; data=latents reads them from the manifest"
+                raise ValueError(f"data.{key}={size} {rule} ({others})")
 
     def std_warning(self, std: torch.Tensor) -> str | None:
         """Return a warning if the standard deviation of the network's input is far from the expected one."""
@@ -248,6 +250,14 @@ def untrained_classes_of(labels: np.ndarray | None, num_classes: int) -> tuple[i
     if labels is None:
         return ()
     return tuple(np.flatnonzero(np.bincount(labels, minlength=num_classes) == 0).tolist())
+
+
+def _text_words(shape: Mapping[str, Any] | None) -> str:
+    """Describe the shape of captions."""
+    if shape is None:
+        return "no captions"
+    kind = f"ids of {vocab_size} words" if (vocab_size := shape.get("vocab_size")) else ""
+    return f"captions of {shape.get('num_tokens')} {kind or str(shape.get('num_features')) + '-d embeddings'}"
 
 
 def first_classes(manifest: LatentManifest) -> str:

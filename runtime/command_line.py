@@ -47,7 +47,8 @@ def options_first(arguments: Sequence[str]) -> list[str]:
 def _quoted(override: str) -> str:
     """Quote a prompt, so that Hydra takes its commas, brackets and apostrophes as letters."""
     key, _, value = override.partition("=")
-    if key != "prompt" or value == "null" or value[:1] in ("'", '"'):
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    if key != "prompt" or value == "null" or is_quoted:
         return override
     escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
     return f'prompt="{escaped}"'

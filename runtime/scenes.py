@@ -81,12 +81,12 @@ class Thing:
 
 
 def parse(text: str) -> Caption:
-    """Parse a caption.
+    """Parse a caption; capitals and punctuation do not count.
 
     Raises:
         ValueError: it is not a caption of this data set, or an object could belong to two groups.
     """
-    words = " ".join(text.lower().split())
+    words = " ".join(re.findall("[a-z]+", text.lower()))
     found = re.search("|".join(("and ", *RELATIONS)), words)
     groups = tuple(Group(NUMBERS.index(n) + 1, colour or None, s) for n, colour, s in GROUP.findall(words))
     caption = Caption(groups, found[0].strip() if found else None)

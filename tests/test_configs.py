@@ -433,6 +433,9 @@ PUBLISHED = {"experiment": "imagenet256_dit_xl_2_400k", "model": "dit", "data": 
         ({"parity": "none"}, "tread_tiny_digits_seed3"),
         ({"guidance": "cfg", "model/router": "norm"}, "tread_tiny_digits_seed3_guidance-cfg_router-norm"),
         ({"guidance": "none", "tracker": "wandb"}, "tread_tiny_digits_seed3"),
+        ({"data": "scenes", "model/conditioning": "prefix"}, "tread_tiny_scenes_seed3"),
+        ({"data": "scenes", "model/conditioning": "class"}, "tread_tiny_scenes_seed3_conditioning-class"),
+        ({"data": "coco256", "optimizer": "adamw"}, "tread_tiny_coco256_seed3"),
     ],
 )
 def test_names_of_runs_tell_them_apart(monkeypatch, choices, name):

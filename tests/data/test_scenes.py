@@ -92,7 +92,8 @@ def test_other_captions_are_refused(text):
         parse(text)
 
 
-def test_scenes_can_be_described_in_capitals_and_with_more_spaces():
+def test_scenes_can_be_described_with_capitals_spaces_and_punctuation():
+    assert str(parse("Two Blue circles!")) == "two blue circles"
     assert str(parse("  Two red  squares LEFT of a blue circle")) == "two red squares left of a blue circle"
     assert parse("two red squares left of a blue circle").kind == "combined"
     assert parse("two red squares").kind == "combined" and parse("two squares").kind == "counting"
