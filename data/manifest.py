@@ -256,8 +256,9 @@ def _text_words(shape: Mapping[str, Any] | None) -> str:
     """Describe the shape of captions."""
     if shape is None:
         return "no captions"
-    kind = f"ids of {vocab_size} words" if (vocab_size := shape.get("vocab_size")) else ""
-    return f"captions of {shape.get('num_tokens')} {kind or str(shape.get('num_features')) + '-d embeddings'}"
+    size = shape.get("vocab_size")
+    kind = f"a vocabulary of {size} words" if size else f"embeddings of {shape.get('num_features')} numbers"
+    return f"captions of {shape.get('num_tokens')} tokens ({kind})"
 
 
 def first_classes(manifest: LatentManifest) -> str:

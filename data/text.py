@@ -63,7 +63,9 @@ class Words:
             words = words_of(caption)
             if unknown := [word for word in words if word not in self._ids]:
                 known = ", ".join(self.words[:WORDS_SHOWN]) + (", ..." if self.words[WORDS_SHOWN:] else "")
-                raise ValueError(f"'{caption}': {', '.join(unknown)} must be words of the data: {known}")
+                raise ValueError(
+                    f"'{caption}': {', '.join(unknown)} must be among the words of the data: {known}"
+                )
             if len(words) > self.num_tokens:
                 raise ValueError(f"'{caption}' has {len(words)} words, must have at most {self.num_tokens}")
             row[: len(words)] = [self._ids[word] for word in words]

@@ -103,7 +103,7 @@ def test_a_sweep_with_a_job_that_cannot_be_composed_is_refused_before_its_first_
         ("-m a=1", "-m a=1"),
         ("a=1", "a=1"),
         ("prompt=null b=1", "prompt=null b=1"),
-        ("prompt='quoted',it", "prompt='quoted',it"),
+        ("prompt='quoted'", "prompt='quoted'"),
     ],
 )
 def test_options_may_stand_anywhere(given, ordered):
@@ -111,7 +111,8 @@ def test_options_may_stand_anywhere(given, ordered):
 
 
 @pytest.mark.parametrize(
-    "text", ["a dog, running", "it's a dog (on a = b)", "true", 'say "a dog"', "a\\b: {c}"]
+    "text",
+    ["'a dog', running", "a dog, running", "it's a dog (on a = b)", "true", 'say "a dog"', "a\\b: {c}"],
 )
 def test_a_prompt_may_have_any_letters(text):
     from hydra.core.override_parser.overrides_parser import OverridesParser

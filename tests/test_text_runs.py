@@ -146,7 +146,7 @@ def test_scores_are_logged_during_training(folder):
     [
         ("class", ["prompt='a circle'"], "prompt=a circle does not apply: the network takes no captions"),
         ("prefix", ["class_label=1"], "class_label=1 must be null: the network takes captions"),
-        ("prefix", ["prompt='a dog'"], "dog must be one of the words of the data: a, two, three"),
+        ("prefix", ["prompt='a dog'"], "dog must be among the words of the data: a, two, three"),
         ("prefix", ["prompts=missing.txt"], "prompts=missing.txt cannot be read"),
         ("prefix", ["prompt='a circle'", "prompts=missing.txt"], "must not be given together"),
     ],

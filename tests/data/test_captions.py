@@ -59,7 +59,7 @@ def test_the_command_that_is_printed_trains_on_captions(folder, tmp_path, capsys
     data = f"data.path={folder / 'latents'}"
     encoded(folder / "images", tmp_path / "out", "captions=beside")
     printed = capsys.readouterr().out
-    assert "6 images of 0 classes, captions of up to 3 tokens, 2 of them held out" in printed
+    assert "6 images of no classes, captions of up to 3 tokens, 2 of them held out" in printed
     assert (
         f"train.py model=tread model/conditioning=prefix data=latents data.path={tmp_path / 'out'}" in printed
     )
@@ -226,7 +226,7 @@ def test_wrong_requests_are_refused(options, message, folder, tmp_path):
 def test_words_must_be_known_and_captions_short_enough():
     words = Words(("a", "flower"), 2)
     assert words(["A flower!", "", "flower"]).tolist() == [[1, 2], [0, 0], [2, 0]]
-    with pytest.raises(ValueError, match="'a tree': tree must be one of the words of the data: a, flower"):
+    with pytest.raises(ValueError, match="'a tree': tree must be among the words of the data: a, flower"):
         words(["a tree"])
     with pytest.raises(ValueError, match="'a a a' has 3 words, must have at most 2"):
         words(["a a a"])

@@ -115,7 +115,10 @@ def test_a_larger_set_starts_with_a_smaller_one_and_resolutions_share_scenes(tmp
     assert {parse(text).kind for text in texts} == {*KINDS}
     with pytest.raises(ValueError, match="must be a multiple of 8 from 32 to 128"):
         opened("d", input_size=30)
-    with pytest.raises(ValueError, match=r"data.text=.* must be .*, as in"):
+    with pytest.raises(
+        ValueError,
+        match=r"captions of 9 tokens .a vocabulary of 24 words. are expected, but .* has captions of 8",
+    ):
         opened("a", text={"num_tokens": 9, "vocab_size": 24, "num_features": None})
 
 
