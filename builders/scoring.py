@@ -276,7 +276,5 @@ def show(scores: Scores, others: dict[str, Scores]) -> None:
         better = "higher" if metric in scores.higher_is_better else "lower"
         lines.append([metric, *values, "" if "_std" in metric else better])
     print(text_table(lines))
-    for metric, reason in scores.left_out.items():
-        print(f"{metric} is left out: {reason}")
-    for warning in scores.warnings:
-        print(f"note: {warning}")
+    for note in scores.notes():
+        print(note)

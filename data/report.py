@@ -81,7 +81,7 @@ def describe_masks(dataset: LatentDataset) -> str:
 
 
 def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder: str | None) -> None:
-    """Draw decoded entries with their classes and flips, evenly spread over the data set."""
+    """Draw decoded entries with their classes or captions and flips, evenly spread over the data set."""
     manifest = dataset.manifest
     decode = image_decoder(manifest, encoder_for(manifest, device, encoder))
     per_entry = 2 if manifest.hflip else 1
@@ -118,7 +118,7 @@ def main(request: ReportConfig) -> None:
     lines = [f"folder     {path}", *summarize(dataset), *count_classes(dataset), describe_masks(dataset)]
     print("\n".join([*lines, *measure(dataset)]))
     draw_sheet(dataset, file, launch.device, request.encoder)
-    print(f"sheet      {file}: decoded entries and their classes, dark where masks have low weight")
+    print(f"sheet      {file}: decoded entries, their classes or captions, dark where masks have low weight")
 
 
 if __name__ == "__main__":

@@ -172,10 +172,8 @@ class ScoreSamples:
         if self.suite.launch.is_main:
             cache.remove()
         if not self._warned:
-            for metric, reason in scores.left_out.items():
-                tqdm.write(f"{metric} is left out: {reason}")
-            for warning in scores.warnings:
-                tqdm.write(f"note: {warning}")
+            for note in scores.notes():
+                tqdm.write(note)
         self._warned = True
         return scores.values
 

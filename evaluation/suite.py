@@ -44,6 +44,15 @@ class Scores:
     left_out: dict[str, str] = field(default_factory=dict)  # name of a score -> reason
     warnings: list[str] = field(default_factory=list)
 
+    def notes(self) -> list[str]:
+        """Return a line for each reason why scores are left out, and for each warning."""
+        keys = {
+            why: [key for key in self.left_out if self.left_out[key] == why] for why in self.left_out.values()
+        }
+        return [f"{', '.join(keys[why])} left out: {why}" for why in keys] + [
+            f"note: {w}" for w in self.warnings
+        ]
+
 
 class Suite:
     """Score images against a reference; metrics are computed on the first rank.

@@ -230,7 +230,7 @@ BUDGET = {
     "builders": 2975,  # prompts; drawing, which was in diffusion before; sharing of weights; alignment
     "data": 3530,  # captions, words, scenes, tars; four classes of autoencoders, features of patches
     "diffusion": 1770,  # internal guidance
-    "evaluation": 2660,  # scenes, CLIP score; encoders of timm, seven scores, intervals
+    "evaluation": 2665,  # scenes, CLIP score; encoders of timm, seven scores, intervals
     "examples": 461,  # a fine-tune that shares its weights
     "models": 1440,  # captions; two ablations of the window; projector, inner head, wide head
     "reports": 820,  # differences and the noise of retraining
