@@ -151,7 +151,7 @@ def open_weights(path: Path, experiment: Experiment, weights: Path, launch: Laun
 
 
 def _captions(experiment: Experiment) -> dict[str, Any]:
-    """Return how the data of a run encode captions."""
+    """Return the encoder of a run's captions and its vocabulary or sizes."""
     text = experiment.details.get("data", {}).get("manifest", {}).get("text") or {}
     return {key: value for key, value in text.items() if key not in ("prompts", "num_captions")}
 

@@ -219,7 +219,8 @@ def start_job(job: Job, lock: Lock, launch: Launch) -> None:
     read = SUFFIXES if job.request.captions == BESIDE else ()
     if ignored := [name for name in images.ignored if not name.endswith(read)]:
         names = ", ".join(ignored[:CORRUPT_SHOWN])
-        hint = ", captions=beside reads the .txt files" if ignored[0].endswith(SUFFIXES[0]) else ""
+        has_texts = job.captions is None and any(name.endswith(SUFFIXES[0]) for name in ignored)
+        hint = " (captions=beside would read .txt files)" if has_texts else ""
         launch.print(f"{len(ignored)} files are not images and are ignored{hint}: {names}")
     lock.acquire()
     check_out(out)

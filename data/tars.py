@@ -6,6 +6,8 @@ from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
+from runtime.errors import as_value_error
+
 MAX_HEADER_BYTES = 2**16  # of a file: names and notes that a tar stores before it
 MAX_FILE_BYTES = 2**28
 # Errors of reading a damaged tar and its files.
@@ -34,11 +36,10 @@ def index_tars(tars: Sequence[Path]) -> Index:
     """
     found: Index = {}
     for path in tars:
-        try:
-            with (
-                path.open("rb") as file,
-                tarfile.open(fileobj=(headers := _Headers(file)), mode="r:") as archive,
-            ):
+        damaged = as_value_error(f"{path} cannot be read as an uncompressed tar", *DAMAGED, OSError)
+        with damaged, path.open("rb") as file:
+            headers = _Headers(file)
+            with tarfile.open(fileobj=headers, mode="r:") as archive:
                 for member in archive:
                     name = f"{path.stem}/{PurePosixPath(member.name)}"
                     if name in found:
@@ -49,8 +50,6 @@ def index_tars(tars: Sequence[Path]) -> Index:
                 file.seek(archive.offset)
                 if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
                     raise ValueError("it is truncated or damaged")
-        except (*DAMAGED, OSError) as error:
-            raise ValueError(f"{path} cannot be read as an uncompressed tar: {error}") from error
     return found
 
 

@@ -12,6 +12,7 @@ import torch
 
 from data.encoders import tensors_hash
 from data.manifest import MAX_TEXT_TOKENS, MAX_WORDS
+from runtime.errors import as_value_error
 from runtime.language_models import TextModel
 
 WORDS = "words"
@@ -83,10 +84,11 @@ class LanguageModel:
     def __init__(self, name: str, num_tokens: int, device: torch.device):
         self.name, self.num_tokens = name, num_tokens
         self._model = TextModel(name, TEXT_MODELS, "text_encoder", device)
-        try:
+        # A model can have fewer positions.
+        with as_value_error(
+            f"max_text_tokens={num_tokens} is not possible with {name}", ValueError, IndexError
+        ):
             self.num_features = self(["a"]).shape[2]
-        except (ValueError, IndexError) as error:  # more tokens than the model has positions
-            raise ValueError(f"max_text_tokens={num_tokens} is not possible with {name}: {error}") from error
         self.weights_hash = tensors_hash(self._model.net.state_dict())
 
     def describe(self) -> dict[str, Any]:

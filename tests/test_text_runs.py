@@ -60,6 +60,20 @@ def test_a_run_resumes_bitwise(name, folder):
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
+@pytest.mark.parametrize(
+    ("conditioning", "line"),
+    [
+        ("prefix", "captions of 8 tokens as a prefix"),
+        ("cross", "as keys of cross-attention"),
+        ("class", "7 classes"),
+    ],
+)
+def test_the_summary_names_what_conditions_the_network(conditioning, line, folder, tmp_path, capsys):
+    tiny_trainer(tmp_path / "run", *scene_run(folder, f"model/conditioning={conditioning}"))
+    (printed,) = [text for text in capsys.readouterr().out.splitlines() if text.startswith("condition")]
+    assert printed.endswith(line)
+
+
 def test_one_key_switches_between_classes_and_captions(folder):
     nets = {name: open_run(folder / name).precond.net for name in ("class", "prefix", "cross")}
     assert nets["class"].num_classes == 7 and nets["class"].text is None

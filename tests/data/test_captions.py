@@ -68,6 +68,16 @@ def test_the_command_that_is_printed_trains_on_captions(folder, tmp_path, capsys
         assert ("the captions of the data are not used" in capsys.readouterr().out) == is_warned
 
 
+def test_files_with_captions_that_are_not_read_are_mentioned(folder, tmp_path, capsys):
+    names = sorted(path.name for path in (folder / "images").glob("*.png"))
+    coco = {"images": [{"id": name, "file_name": name} for name in names]}
+    coco["annotations"] = [{"image_id": name, "caption": "a roof"} for name in names]
+    (tmp_path / "coco.json").write_text(json.dumps(coco))
+    for out, keys in (("without", ()), ("with", (f"captions={tmp_path / 'coco.json'}",))):
+        encoded(folder / "images", tmp_path / out, *keys)
+        assert ("captions=beside would read .txt files" in capsys.readouterr().out) == (out == "without")
+
+
 def test_long_captions_are_no_prompts(tmp_path):
     write_images(tmp_path / "images", 3)
     (tmp_path / "images/0.txt").write_text("a" * 5000)
