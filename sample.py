@@ -53,7 +53,7 @@ def main(cfg: DictConfig) -> None:
         out = output_path(request.out, request.folder, f"samples/{name}.npz")
         folder = out.with_name(f"{out.name}.partial")
         may_replace = request.overwrite or folder.is_dir()  # a job that was stopped while it joined its parts
-        with launch.exclusive_output(out, beside(out), may_replace):
+        with launch.exclusive_output(out, other_files(out), may_replace):
             key = cache_key(record, launch.device)
             images, cache = start_drawing(model, record, folder, key, launch, request.overwrite)
             grid = GrowingGrid(images, cache, request.grid_columns)
@@ -69,7 +69,7 @@ def main(cfg: DictConfig) -> None:
     launch.print(f"samples {out}\npicture {out.with_suffix('.png')}")
 
 
-def beside(out: Path) -> list[Path]:
+def other_files(out: Path) -> list[Path]:
     """Return the files of picture, record and scores."""
     return [out.with_suffix(suffix) for suffix in (".png", ".json", ".scores.json")]
 
@@ -88,7 +88,7 @@ def pack(parts: Iterator[Arrays], images: Drawing, grid: Path, out: Path, record
             if labels is not None:
                 with archive.open("arr_1.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, labels)
-        for file in beside(out):  # of earlier samples
+        for file in other_files(out):  # of earlier samples
             file.unlink(missing_ok=True)
         # The samples come last: after a kill, the same command joins the parts again.
         shutil.copyfile(grid, out.with_suffix(".png"))

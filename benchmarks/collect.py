@@ -53,22 +53,22 @@ def collect(out: Path, columns: Columns, project: Path, tiny: bool) -> None:
             if row["commit"] == code_of(here) and here["commit"] and not here["uncommitted_changes"]:
                 row["commit"] = here["commit"]
         if target.exists():
-            rows = merged(read_results(target), rows)
+            rows = merge_rows(read_results(target), rows)
         write_record(target, rows, header)
         print(f"recorded in {target}")
     for page in PAGES:
         results = project / "benchmarks" / "results"
-        write_text(project / page, filled((project / page).read_text(), results, columns))
+        write_text(project / page, fill_tables((project / page).read_text(), results, columns))
 
 
-def merged(earlier: Rows, rows: Rows) -> Rows:
+def merge_rows(earlier: Rows, rows: Rows) -> Rows:
     """Merge rows by setting. New rows replace earlier ones, but a failure does not replace a result."""
     finished = {row["setting"] for row in rows if row.get("failed") != NOT_ENDED}
     new = finished - (done_in(earlier) - done_in(rows))
     return [row for row in earlier if row["setting"] not in new] + [r for r in rows if r["setting"] in new]
 
 
-def filled(text: str, results: Path, columns: Columns) -> str:
+def fill_tables(text: str, results: Path, columns: Columns) -> str:
     """Return the text of a page with new tables."""
     tables = {name: stage_table(results, name, form) for name, form in columns.items()}
     speed = {key: columns["step"][key] for key in SPEED}

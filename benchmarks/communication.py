@@ -130,18 +130,18 @@ def work(folder: Path, overrides: Sequence[str]) -> None:
                 trainer.loss(*arguments, generator=batch.generator).mean().backward()
         trainer.net.zero_grad()
 
-    sec, num_bytes = timed(step, trainer)
+    sec, num_bytes = time_call(step, trainer)
     row = {"parameters": cost_of(experiment.meta_net).num_parameters}
     row |= {"ms": 1000 * sec, "mib": num_bytes / 2**20, "n": TURNS}
     if experiment.train.parallel == "ddp":
-        row["compute_ms"] = 1000 * timed(compute, trainer)[0]
+        row["compute_ms"] = 1000 * time_call(compute, trainer)[0]
     if launch.is_main:
         (folder / "row.json").write_text(json.dumps(row))
     launch.barrier()
     run.unlock()
 
 
-def timed(function: Callable[[], None], trainer: Trainer) -> tuple[float, float]:
+def time_call(function: Callable[[], None], trainer: Trainer) -> tuple[float, float]:
     """Return the median seconds and bytes of a call, after a warm-up."""
     seconds, counts = [], []
     for _ in range(TURNS + 1):

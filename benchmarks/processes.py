@@ -75,7 +75,7 @@ class Worker(ProcessPoolExecutor):
     """
 
     def __init__(self, build: Callable[..., tuple[Any, Answers]], *arguments: Any):
-        super().__init__(1, CONTEXT, _started)
+        super().__init__(1, CONTEXT, _initialize_worker)
         self._built = self.submit(_build, build, *arguments)
 
     @property
@@ -95,7 +95,7 @@ class Worker(ProcessPoolExecutor):
         super().__exit__(*error)
 
 
-def _started() -> None:
+def _initialize_worker() -> None:
     # A process inherits its start method. Its data workers use the default one.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -101,6 +101,6 @@ def resolve(cfg: DictConfig, schema: type[T]) -> T:
 def resolve_nodes(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """Check a configuration; return it as plain types, and with a node for each target."""
     plain = to_plain(cfg, {"data.path": " (a latent folder, see data/README.md)"})
-    nodes = read_nodes(plain, beside={"optimizer": OF_OPTIMIZER})
+    nodes = read_nodes(plain, extra={"optimizer": OF_OPTIMIZER})
     check_finite(plain)
     return plain, nodes

@@ -242,7 +242,7 @@ class Drawing:
             for part in parts:
                 latents, cost = self.latents(part)
                 event = None if stream is None else torch.cuda.current_stream(device).record_event()
-                decoding.append(pool.submit(self._decoded, part, latents, cost, stream, event))
+                decoding.append(pool.submit(self._decode, part, latents, cost, stream, event))
                 # On a CPU the latents are ready, and waiting would risk losing two parts.
                 if len(decoding) > 1 or stream is None:
                     yield decoding.popleft().result()
@@ -268,7 +268,7 @@ class Drawing:
         return latents, np.array([*cost.values()])
 
     @torch.no_grad()
-    def _decoded(self, part: int, latents: torch.Tensor, cost: np.ndarray, stream: Any, event: Any) -> Part:
+    def _decode(self, part: int, latents: torch.Tensor, cost: np.ndarray, stream: Any, event: Any) -> Part:
         # Runs in a thread; on a GPU in a separate stream, which waits for this part only.
         start = part * self.part_size
         if stream is not None:

@@ -48,8 +48,8 @@ def write_reference(request: "ScoreConfig", suite: dict[str, Any], launch: Launc
     images = open_images(source, resolution)
     if images.count < 2 or images.shape[-1] != 3:
         raise ValueError(f"images={source}: {images.count} of {images.shape}, must be 2 or more of (H, W, 3)")
-    beside = file.with_suffix(".json")
-    with launch.exclusive_output(file, [beside], request.overwrite):
+    json_file = file.with_suffix(".json")
+    with launch.exclusive_output(file, [json_file], request.overwrite):
         detector = InceptionDetector(suite["weights"], launch.device, suite["allow_unpublished_weights"])
         key = {"images": fingerprint(source), "resolution": resolution, **code_of(detector)}
         key["batch_size"] = batch_size = suite["batch_size"]
@@ -61,6 +61,6 @@ def write_reference(request: "ScoreConfig", suite: dict[str, Any], launch: Launc
             origin |= {"orientation": None if source.suffix == ".npz" else ORIENTATION}
             record = {**summary, "sha256": sha256(file), "images": origin, "weights": detector.record}
             record |= {"num_processes": launch.world_size, "environment": environment(launch.device)}
-            write_json(beside, record)
-            print(f"reference {file}\nrecord {beside}")
+            write_json(json_file, record)
+            print(f"reference {file}\nrecord {json_file}")
             cache.remove()  # the reference contains their sums

@@ -196,12 +196,12 @@ class FileSamples:
         """Describe the samples, with the record of `sample.py` if it exists."""
         record = {"path": str(self.path), "sha256": self.sha256}
         record |= {"num_samples": self.count, "shape": self.shape}
-        beside = self.path.with_suffix(".json")
-        drawn = read_json(beside) if self.path.suffix == ".npz" and beside.is_file() else None
+        file = self.path.with_suffix(".json")
+        drawn = read_json(file) if self.path.suffix == ".npz" and file.is_file() else None
         if not isinstance(drawn, dict) or "samples_sha256" not in drawn:
             return record
         if drawn["samples_sha256"] != record["sha256"]:
-            raise ValueError(f"{self.name} does not match {beside}: draw it again, or remove {beside.name}")
+            raise ValueError(f"{self.name} does not match {file}: draw it again, or remove {file.name}")
         return {**record, "drawn": drawn}
 
 

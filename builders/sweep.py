@@ -22,10 +22,10 @@ def summarise(newest: Path) -> Path | None:
     """Write a table next to a record of scores; return None without another record to compare."""
     first = read_json(newest)
     records = [read_json(file) for file in sorted(newest.parent.glob("*.json"))]
-    records = [record for record in records if fixed(record) == fixed(first)]
+    records = [record for record in records if shared_settings(record) == shared_settings(first)]
     if len(records) < 2:
         return None
-    rows = _rows([_chosen(record) for record in records])
+    rows = _rows([_varied_settings(record) for record in records])
     table = newest.with_name(TABLE)
     drawn = first["samples"]["drawn"]
     shared = ", ".join(f"{key}={drawn.get(key)}" for key in ("num_samples", "first_seed"))
@@ -33,7 +33,7 @@ def summarise(newest: Path) -> Path | None:
     return table
 
 
-def fixed(record: Any) -> dict[str, Any] | None:
+def shared_settings(record: Any) -> dict[str, Any] | None:
     """Return the settings that compared records share; None for other JSON files."""
     drawn = record
     for key in ("samples", "drawn"):
@@ -44,7 +44,7 @@ def fixed(record: Any) -> dict[str, Any] | None:
     return {"suite": record.get("suite"), "protocol": record.get("protocol"), **shared}
 
 
-def _chosen(record: dict[str, Any]) -> dict[str, str]:
+def _varied_settings(record: dict[str, Any]) -> dict[str, str]:
     flat = flatten(record["samples"]["drawn"])
     chosen = {key: "" if value is None else str(value) for key, value in flat.items()}
     for group in MAY_DIFFER:

@@ -96,7 +96,7 @@ def _read(images: ImageList, name: str) -> list[str]:
             if name.endswith(".txt"):
                 return data.decode("utf-8-sig").splitlines()
             found = parse_json(data).get("caption")
-            return _checked([found] if isinstance(found, str) else found)
+            return _check_captions([found] if isinstance(found, str) else found)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{name} must have captions in UTF-8: {error}") from error
 
@@ -108,13 +108,13 @@ def _of_annotations(path: Path, names: Sequence[str]) -> list[list[str]]:
         by_id: dict[Any, list[str]] = {image["id"]: [] for image in content["images"]}
         by_name = {image["file_name"]: by_id[image["id"]] for image in content["images"]}
         for annotation in content["annotations"]:
-            by_id[annotation["image_id"]] += _checked([annotation["caption"]])
+            by_id[annotation["image_id"]] += _check_captions([annotation["caption"]])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"captions={path} must be annotations of COCO: {error!r}") from error
     return [by_name.get(PurePosixPath(name).name, []) for name in names]
 
 
-def _checked(captions: Any) -> list[str]:
+def _check_captions(captions: Any) -> list[str]:
     if not isinstance(captions, list) or not all(isinstance(caption, str) for caption in captions):
         raise ValueError(f"{captions!r:.100} must be text, or a list of texts")
     return captions

@@ -65,7 +65,7 @@ def main(request: ConvertConfig) -> None:
     source = foreign.open(path)
     stored = {key: value for key, value in source.stored.items() if getattr(request, key, None) is None}
     foreign = replace(foreign, **stored)
-    assumptions = " ".join(f"{key}={value}" for key, value in assumed(foreign).items())
+    assumptions = " ".join(f"{key}={value}" for key, value in assumptions_of(foreign).items())
     print(f"format={request.format}, assumed: {assumptions}")
     sampled = check_numbers(foreign, source, path)
     manifest = build_manifest(request, foreign, source, sampled.shape[1:])
@@ -80,7 +80,7 @@ def main(request: ConvertConfig) -> None:
     print(next_steps(request.out, manifest))
 
 
-def assumed(foreign: Format) -> dict[str, Any]:
+def assumptions_of(foreign: Format) -> dict[str, Any]:
     """Return the assumptions by the key that replaces each of them, and the pixel range."""
     return {key: getattr(foreign, key) for key in (*ASSUMED, "pixel_range")}
 
@@ -142,7 +142,7 @@ def build_manifest(request: ConvertConfig, foreign: Format, source: Source, shap
         num_classes=num_classes,
         hflip=foreign.hflip,
         num_held_out=request.num_held_out,
-        origin={"format": request.format, "source": request.source, "assumed": assumed(foreign)},
+        origin={"format": request.format, "source": request.source, "assumed": assumptions_of(foreign)},
         **{key: getattr(foreign, key) for key in ("encoder", "scale", "shift", "std", "pixel_range")},
     )
 

@@ -112,12 +112,12 @@ class KLEncoder:
         config = self.net.config
         return 2 ** (len(config.block_out_channels) - 1), config.latent_channels
 
-    def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
+    def _encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """Map pixels in [-1, 1] to stored latents."""
         posterior = self.net.encode(pixels).latent_dist
         return torch.cat([posterior.mean, posterior.logvar], dim=1)
 
-    def _decoded(self, latents: torch.Tensor) -> torch.Tensor:
+    def _decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Map latents to pixels in [-1, 1]."""
         return self.net.decode(latents).sample
 
@@ -127,16 +127,16 @@ class KLEncoder:
         mean and logvar (N, 2C, H/factor, W/factor) for `moments`.
         """
 
-        def encoded(part: torch.Tensor) -> torch.Tensor:
-            return self._encoded(part.to(self.device).float() / 127.5 - 1)
+        def encode_part(part: torch.Tensor) -> torch.Tensor:
+            return self._encode(part.to(self.device).float() / 127.5 - 1)
 
-        return self._in_slices(encoded, images, images.shape[-1] * images.shape[-2])
+        return self._in_slices(encode_part, images, images.shape[-1] * images.shape[-2])
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Map latents (N, C, H, W) to images (N, 3, factor H, factor W) fp32, nominally in [-1, 1]."""
         pixels = latents.shape[-1] * latents.shape[-2] * self.factor**2
-        return self._in_slices(lambda part: self._decoded(part.to(self.device)), latents, pixels)
+        return self._in_slices(lambda part: self._decode(part.to(self.device)), latents, pixels)
 
     def _in_slices(self, call: Callable, batch: torch.Tensor, pixels: int) -> torch.Tensor:
         with self.autocast():
@@ -160,12 +160,12 @@ class Flux2Encoder(KLEncoder):
         factor, channels = super()._sizes()
         return self.PATCH * factor, self.PATCH**2 * channels
 
-    def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
-        mean, logvar = super()._encoded(pixels).chunk(2, dim=1)
+    def _encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        mean, logvar = super()._encode(pixels).chunk(2, dim=1)
         return torch.cat([F.pixel_unshuffle(part, self.PATCH) for part in (mean, logvar)], dim=1)
 
-    def _decoded(self, latents: torch.Tensor) -> torch.Tensor:
-        return super()._decoded(F.pixel_shuffle(latents, self.PATCH))
+    def _decode(self, latents: torch.Tensor) -> torch.Tensor:
+        return super()._decode(F.pixel_shuffle(latents, self.PATCH))
 
 
 class DCEncoder(KLEncoder):
@@ -179,7 +179,7 @@ class DCEncoder(KLEncoder):
     def _sizes(self) -> tuple[int, int]:
         return self.net.spatial_compression_ratio, self.net.config.latent_channels
 
-    def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
+    def _encode(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.net.encode(pixels).latent
 
 
@@ -198,11 +198,11 @@ class RAEEncoder(KLEncoder):
     def _sizes(self) -> tuple[int, int]:
         return self.net.decoder_patch_size, self.net.config.encoder_hidden_size
 
-    def _encoded(self, pixels: torch.Tensor) -> torch.Tensor:
+    def _encode(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.net.encode((pixels + 1) / 2).latent
 
-    def _decoded(self, latents: torch.Tensor) -> torch.Tensor:
-        return 2 * super()._decoded(latents) - 1
+    def _decode(self, latents: torch.Tensor) -> torch.Tensor:
+        return 2 * super()._decode(latents) - 1
 
 
 Encoder = IdentityEncoder | KLEncoder

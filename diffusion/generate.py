@@ -92,7 +92,7 @@ def expected_times(precond: Precond, sampler: Callable[..., Tensor]) -> list[Ten
 def count_evaluations(precond: Precond, guidance: Guidance, times: Iterable[Tensor]) -> Evaluations:
     """Count the evaluations for one image at the times of a sampler."""
     strong = Branch(precond, precond.net.null_labels(1))
-    branches = ({inputs_of(b): b for b in guidance.evaluated(strong, t)[1]}.values() for t in times)
+    branches = ({inputs_of(b): b for b in guidance.branches_at(strong, t)[1]}.values() for t in times)
     return Counter((branch.precond.net, branch.num_kept) for branch in chain.from_iterable(branches))
 
 

@@ -207,19 +207,19 @@ class Suite:
                 reason = no_images if metric.held_out else self._missing_reason(*missing[0])
                 scores.left_out |= {self.score_name(key, num_images): reason for key in metric.keys}
             else:
-                values = self._named(metric(compared, samples), num_images)
+                values = self._with_names(metric(compared, samples), num_images)
                 scores.values |= values
                 scores.higher_is_better += list(values) if metric.higher_is_better else []
                 if num_halves and num_images >= 2 * metric.min_images:
                     errors = standard_errors(metric, compared, samples, num_halves, self.launch.device)
-                    scores.standard_errors |= self._named(errors, num_images)
+                    scores.standard_errors |= self._with_names(errors, num_images)
         return scores
 
     def score_name(self, key: str, num_images: int) -> str:
         """Return the name of a score; subclasses may append the sample count."""
         return key
 
-    def _named(self, values: Mapping[str, float], num_images: int) -> dict[str, float]:
+    def _with_names(self, values: Mapping[str, float], num_images: int) -> dict[str, float]:
         return {self.score_name(key, num_images): value for key, value in values.items()}
 
     def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:

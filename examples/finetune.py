@@ -158,16 +158,16 @@ class Net(nn.Module):
         output = self.transformer(hidden_states=torch.cat(tokens, dim=1), **arguments)[0][:, : H * W // 4]
         return F.pixel_shuffle(output.mT.unflatten(2, (H // 2, W // 2)), 2)
 
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained weights by name."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.trained().items()}
+        return {name: parameter.detach() for name, parameter in self.trained_parameters().items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        for name, parameter in self.trained().items():
+        for name, parameter in self.trained_parameters().items():
             parameter.copy_(state[name])
 
 
@@ -415,7 +415,7 @@ def build_trainer(
     """Build the trainer and load the run's newest checkpoint, if it has one."""
     net = Net(*load_model(request), family)
     prepared = _prepare(net, request, launch)
-    adamw = torch.optim.AdamW(net.trained().values(), lr=request.lr, weight_decay=0.0, fused=True)
+    adamw = torch.optim.AdamW(net.trained_parameters().values(), lr=request.lr, weight_decay=0.0, fused=True)
     bf16 = torch.autocast(launch.device.type, torch.bfloat16, enabled=request.mixed_precision == "bf16")
     loss = bf16(partial(flow_loss, shift=request.shift))
     num_tokens = math.prod(arrays["latents"].shape[2:]) // PATCH_SIZE**2

@@ -308,8 +308,8 @@ class DiT(Backbone):
             if not skipping:
                 x = self._run(block, x, *arguments, fp32=after_route and self.fp32_after_route)
                 if other is not None:
-                    beside = (*self._at(other[1], c), *caption)
-                    other = self._run(block, other[0], *beside, fp32=False), other[1]
+                    other_arguments = (*self._at(other[1], c), *caption)
+                    other = self._run(block, other[0], *other_arguments, fp32=False), other[1]
             after_route = False
             if idx in (self.inner_head, self.projector_block):
                 tokens = self._whole(x, ids_keep, original, other)[:, P:]  # (N, T, D)

@@ -26,7 +26,7 @@ class Effect(NamedTuple):
     p: float = 1.0
     seeds: int | None = None
 
-    def shown(self, is_ratio: bool) -> str:
+    def format(self, is_ratio: bool) -> str:
         """Format the effect: a ratio in percent, a fraction in percentage points."""
         low, value, high = (
             100 * (math.expm1(x) if is_ratio and math.isfinite(x) else x)

@@ -21,8 +21,8 @@ from reports.runs import (
     changes,
     differences,
     group_runs,
+    keys_of_scores,
     sections,
-    shown_keys,
     table,
 )
 from runtime.files import read_bounded
@@ -203,7 +203,7 @@ def _clock(sec: float) -> str:
 def panels_of(arms: Sequence[Arm], constant: Mapping[str, float]) -> dict[str, list[tuple[str, Arm, str]]]:
     """Return the lines (name, arm, key) of each panel; the losses of a single run share a panel."""
     logged = (key for arm in arms for run in arm.runs for key in run.curves)
-    keys = dict.fromkeys([*shown_keys(arms), *logged])  # losses and scores first
+    keys = dict.fromkeys([*keys_of_scores(arms), *logged])  # losses and scores first
     keys = [k for k in keys if LEVEL not in k and ": " not in k and k not in constant][:MAX_PANELS]
     if len(arms) > 1:
         return {key: [(arm.name, arm, key) for arm in arms] for key in keys}

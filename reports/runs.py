@@ -109,7 +109,7 @@ class Run:
                 points.append((line["step"], total))
         return points
 
-    def spent(self, axis: str, step: int) -> float:
+    def cost_at(self, axis: str, step: int) -> float:
         """Return the training cost up to a step, in steps, TFLOPs or hours."""
         if axis == "steps":
             return step
@@ -145,7 +145,7 @@ class Arm:
         points = []
         for step in steps:
             values = [curve[step] for curve in curves]
-            spent = mean(run.spent(axis, step) for run in self.runs)
+            spent = mean(run.cost_at(axis, step) for run in self.runs)
             points.append((spent, mean(values), min(values), max(values)))
         return points
 
@@ -231,9 +231,9 @@ def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
     for arm in arms:
         first = arm.runs[0]
         row = {"arm": arm.name, "n": str(len(arm.runs)), "step": f"{first.step:,}"}
-        row |= {"TFLOPs": f"{first.spent('TFLOPs', first.step):.3g}"}
-        row |= {"hours": f"{mean(run.spent('hours', run.step) for run in arm.runs):.2g}"}
-        for key in shown_keys(arms):
+        row |= {"TFLOPs": f"{first.cost_at('TFLOPs', first.step):.3g}"}
+        row |= {"hours": f"{mean(run.cost_at('hours', run.step) for run in arm.runs):.2g}"}
+        for key in keys_of_scores(arms):
             if values := arm.values(key):
                 effect = effect_of([values], (1,))
                 half = f" ± {effect.high - effect.value:.1g}" if effect.n > 1 else ""
@@ -250,18 +250,18 @@ def changes(arms: Sequence[Arm]) -> list[dict[str, str]]:
     rows = []
     for arm in arms[1:]:
         others = [other for other in arms if other not in (arm, arms[0])]
-        for key in shown_keys(arms):
+        for key in keys_of_scores(arms):
             pair = [one.values(key) for one in (arm, arms[0])]
             if all(pair):
                 effect = effect_of(
                     pair, (1, -1), [values for other in others if (values := other.values(key))]
                 )
-                row = {"score": key, **_judged(effect), "seeds": f"{len(pair[0])}, {len(pair[1])}"}
+                row = {"score": key, **_verdict(effect), "seeds": f"{len(pair[0])}, {len(pair[1])}"}
                 rows.append(row | {"arm": arm.name})
     return rows
 
 
-def _judged(effect: Effect) -> dict[str, str]:
+def _verdict(effect: Effect) -> dict[str, str]:
     change = f"{effect.value:+.3g}" if abs(effect.value) > 1e-12 else "0"
     if effect.high - effect.low < 1e-12:
         return {"change": change, "verdict": "equal in all seeds" if change == "0" else "noise unknown"}
@@ -274,7 +274,7 @@ def _judged(effect: Effect) -> dict[str, str]:
     return row | {"verdict": "within the noise", "seeds that would decide": f"{needed} of each"}
 
 
-def shown_keys(arms: Sequence[Arm]) -> list[str]:
+def keys_of_scores(arms: Sequence[Arm]) -> list[str]:
     """Return the keys of losses and scores, without single noise levels and monitoring values."""
     runs = [run for arm in arms for run in arm.runs]
     keys = dict.fromkeys(key for run in runs for key in run.newest)
@@ -301,7 +301,7 @@ def as_csv(arms: Sequence[Arm]) -> str:
 def _csv_row(arm: Arm, run: Run) -> dict[str, Any]:
     row = {"run": run.name, "data": arm.data, "arm": arm.name, "seed": run.seed}
     row |= {"status": run.manifest["status"], "step": run.step}
-    row |= {axis.lower(): run.spent(axis, run.step) for axis in AXES[1:]}
+    row |= {axis.lower(): run.cost_at(axis, run.step) for axis in AXES[1:]}
     row |= {"commit": run.manifest["commit"], "device": run.manifest["device"], **run.newest}
     return {_no_formula(key): _no_formula(value) for key, value in row.items()}
 

@@ -15,7 +15,7 @@ Router = Callable[..., torch.Tensor]  # see routing/routers
 
 
 @contextmanager
-def named(name: str) -> Iterator[None]:
+def prefix_errors(name: str) -> Iterator[None]:
     """Prefix the message of a ValueError with a name."""
     try:
         yield
@@ -170,6 +170,6 @@ def from_simpletuner(tread_config: dict[str, Any]) -> tuple[Route, ...]:
     for i, route in enumerate(routes):
         if not isinstance(route, dict) or {*route} != {*names}:
             raise ValueError(f"tread_config routes.{i}={route} must have {', '.join(names)}")
-        with named(f"tread_config routes.{i}"):
+        with prefix_errors(f"tread_config routes.{i}"):
             resolved.append(Route(**route))
     return tuple(resolved)

@@ -40,11 +40,11 @@ def options_first(arguments: Sequence[str]) -> list[str]:
             key = text.lstrip("-").replace("-", "_")
             raise UserError(f"{text} is not an option (see --help): set keys without dashes, as {key}")
     overrides = [*known.overrides, *others]
-    quoted = [_quoted(text) for text in overrides]
+    quoted = [_quote(text) for text in overrides]
     return [text for text in arguments if text not in overrides] + quoted
 
 
-def _quoted(override: str) -> str:
+def _quote(override: str) -> str:
     """Quote a prompt, so that Hydra takes its commas, brackets and apostrophes as letters."""
     key, _, value = override.partition("=")
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""

@@ -64,11 +64,11 @@ def command(
     ConfigStore.instance().store(name=name, node=node)
 
     def decorate(main: Callable[[T], None]) -> Callable[[], None]:
-        def checked(cfg: DictConfig) -> None:
+        def run(cfg: DictConfig) -> None:
             with user_mistakes():
                 main(schema(**to_plain(cfg)))
 
-        return hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(checked)
+        return hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=name)(run)
 
     return decorate
 

@@ -107,10 +107,10 @@ class Launch:
             raise ValueError(f"ranks disagree on {'; '.join(differences)}")
 
     @contextmanager
-    def exclusive_output(self, file: Path, beside: Sequence[Path], overwrite: bool) -> Iterator[None]:
+    def exclusive_output(self, file: Path, others: Sequence[Path], overwrite: bool) -> Iterator[None]:
         """Lock the file of a result on the first rank for all, see `runtime.output.exclusive_output`."""
         with ExitStack() as stack:
-            self.broadcast_from_main(lambda: stack.enter_context(exclusive_output(file, beside, overwrite)))
+            self.broadcast_from_main(lambda: stack.enter_context(exclusive_output(file, others, overwrite)))
             yield
 
 

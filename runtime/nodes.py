@@ -56,18 +56,18 @@ class Node:
         return read_nodes({**self.written, **changes}, self.key)
 
 
-def read_nodes(group: Any, key: str = "", beside: Mapping[str, tuple[str, ...]] | None = None) -> Any:
+def read_nodes(group: Any, key: str = "", extra: Mapping[str, tuple[str, ...]] | None = None) -> Any:
     """Convert every dictionary with a `_target_` to a node, and its arguments, in place, to their types.
 
     Args:
         key: the dotted key of the group.
-        beside: names in a group that are not arguments of its target, by key of the group.
+        extra: names in a group that are not arguments of its target, by key of the group.
 
     Raises:
         ValueError: a target is not allowed at its key, or an argument is unknown, missing or of another type.
     """
     check_targets(group, allowed_targets(config_folders()), key)
-    return _read(group, key, beside or {})
+    return _read(group, key, extra or {})
 
 
 def config_folders() -> tuple[Path, ...]:
@@ -77,14 +77,14 @@ def config_folders() -> tuple[Path, ...]:
     return (CONFIGS, *(folder for folder in given if folder.resolve() != CONFIGS))
 
 
-def _read(group: Any, key: str, beside: Mapping[str, tuple[str, ...]]) -> Any:
+def _read(group: Any, key: str, extra: Mapping[str, tuple[str, ...]]) -> Any:
     if not isinstance(group, dict):
         return group
-    children = {name: _read(child, f"{key}.{name}" if key else name, beside) for name, child in group.items()}
+    children = {name: _read(child, f"{key}.{name}" if key else name, extra) for name, child in group.items()}
     if "_target_" not in group:
         return children
     function = load_target(f"{key}._target_", group["_target_"])
-    names = [name for name in group if name not in ("_target_", *beside.get(key, ()))]
+    names = [name for name in group if name not in ("_target_", *extra.get(key, ()))]
     group.update(check_arguments(key, function, {name: group[name] for name in names}))
     arguments = {name: children[name] if isinstance(group[name], dict) else group[name] for name in names}
     return Node(key, function, arguments, group)

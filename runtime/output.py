@@ -17,11 +17,11 @@ def output_path(out: str | None, run: Path, default: str) -> Path:
     return file
 
 
-def check_free(file: Path, beside: Sequence[Path], overwrite: bool) -> None:
+def check_free(file: Path, others: Sequence[Path], overwrite: bool) -> None:
     """Raise an OSError if an output would overwrite files; arguments as in `exclusive_output`."""
     if file.is_dir():
         raise IsADirectoryError(f"out={file} is a folder, must be a file")
-    existing = next((path for path in (file, *beside) if path.exists()), None)
+    existing = next((path for path in (file, *others) if path.exists()), None)
     if existing and not overwrite:
         raise FileExistsError(
             f"out={file}: {existing.name} already exists: set overwrite=true to replace it, or another out"
@@ -29,12 +29,12 @@ def check_free(file: Path, beside: Sequence[Path], overwrite: bool) -> None:
 
 
 @contextmanager
-def exclusive_output(file: Path, beside: Sequence[Path], overwrite: bool) -> Iterator[None]:
+def exclusive_output(file: Path, others: Sequence[Path], overwrite: bool) -> Iterator[None]:
     """Lock an output file inside the block.
 
     Args:
         file: the output; its folder is created, and removed again if it stays empty.
-        beside: other files that the program writes next to it.
+        others: other files that the program writes next to it.
         overwrite: replace existing files.
 
     Raises:
@@ -48,7 +48,7 @@ def exclusive_output(file: Path, beside: Sequence[Path], overwrite: bool) -> Ite
     except OSError as error:
         raise OSError(f"out={file} cannot be written: {error}") from error
     try:
-        check_free(file, beside, overwrite)
+        check_free(file, others, overwrite)
         yield
     finally:
         lock.release()

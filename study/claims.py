@@ -99,7 +99,7 @@ class Comparison:
             sorted({gate for s in studies for gate, why in failed_gates(records, s, key).items() if why})
         )
         commits = tuple(dict.fromkeys(commit for s in studies for commit in records.commits(s, self.arms)))
-        text = f"{text}: {effect.shown(key in RATIOS)}"
+        text = f"{text}: {effect.format(key in RATIOS)}"
         return Finding(text, str(effect.n), commits, effect, self.higher, gates)
 
 
@@ -208,7 +208,7 @@ def _reason(text: str, value: float | None, least: float) -> str:
     return "" if value >= least else f"{text} {100 * abs(value):.0f} %"
 
 
-def judged(tests: Sequence[Comparison | Bound], records: Records) -> tuple[str, list[Finding]]:
+def judge(tests: Sequence[Comparison | Bound], records: Records) -> tuple[str, list[Finding]]:
     """Return the outcome of a claim and its findings, with p values adjusted for their number."""
     findings = [finding for test in tests for finding in test.findings(records)]
     testable = [f for f in findings if f.effect and not f.failed_gates]
@@ -233,7 +233,7 @@ def judged(tests: Sequence[Comparison | Bound], records: Records) -> tuple[str, 
     return UNDECIDED if tested else decided[0].outcome, decided
 
 
-def shown(finding: Finding) -> str:
+def format_finding(finding: Finding) -> str:
     """Format a finding; an undecided one says how many seeds would decide it."""
     text = f"{finding.text}, n = {finding.n}: {finding.outcome}"
     if finding.effect and finding.outcome == UNDECIDED:
@@ -248,11 +248,11 @@ def scoreboard(records: Records, about_cost: bool) -> str:
     for claim in read_page()[1]:
         if claim.is_about_cost != about_cost:
             continue
-        outcome, findings = judged(claim.tests, records)
+        outcome, findings = judge(claim.tests, records)
         if not findings and not records.of_project:
             continue
         row = {"claim": claim.says, "source": claim.source, "published": claim.published, "here": outcome}
-        row["effect [95 % interval], n"] = "<br>".join(map(shown, findings))
+        row["effect [95 % interval], n"] = "<br>".join(map(format_finding, findings))
         row["commit"] = ", ".join(dict.fromkeys(commit for f in findings for commit in f.commits))
         rows.append(row | {"what would decide it at its own scale": claim.elsewhere})
     if not rows:
@@ -322,7 +322,7 @@ def arms_table(records: Records, study: str) -> str:
             row |= {"n": effect.n, name + label: f"{effect.value:.4g}{half}"}
         base = base_of(records, study, arm)
         if base != arm and (effect := compare(records, study, key, (arm, base))):
-            row[f"{key} over dense"] = effect.shown(key in RATIOS)
+            row[f"{key} over dense"] = effect.format(key in RATIOS)
         rows.append(row)
     order = ["arm", "lr", "steps", "TFLOP", "n", *dict.fromkeys(key for row in rows for key in row)]
     return markdown(rows, dict.fromkeys(order, "{}"))
@@ -345,10 +345,10 @@ def stacks_table(records: Records) -> str:
             for column, pair in arms.items():
                 if name or column == "routed":
                     effect = compare(records, STACKS, key, pair, "end", (own, UNGUIDED))
-                    row[f"{label}, {column}"] = effect.shown(key in RATIOS) if effect else ""
+                    row[f"{label}, {column}"] = effect.format(key in RATIOS) if effect else ""
                     row["n"] = max(row.get("n", 0), effect.n if effect else 0)
         if effect := compare(records, STACKS, LOSS, (routed, base), "gflop"):
-            row["loss, routed against dense, equal FLOPs"] = effect.shown(True)
+            row["loss, routed against dense, equal FLOPs"] = effect.format(True)
         rows.append(row)
     columns = [
         f"{label}, {arm}" for label in ("loss", "distance") for arm in ("dense", "routed", "routed - dense")
@@ -375,7 +375,7 @@ def tokens_table(records: Records) -> str:
             if "than" in options and study == SCENES[0]:
                 continue
             if effect := compare(records, study, LOSS, arms, **options):
-                row |= {column: effect.shown(True), "n": effect.n}
+                row |= {column: effect.format(True), "n": effect.n}
         rows.append(row)
     order = ("tokens", "captions", "n", "FLOPs of a step", *columns)
     return markdown(rows, dict.fromkeys(order, "{}")).replace("--:", "---")
@@ -384,7 +384,7 @@ def tokens_table(records: Records) -> str:
 def page(records: Records) -> str:
     """Return the text of CLAIMS.md."""
     texts, claims = read_page()
-    findings = [f for claim in claims for f in judged(claim.tests, records)[1] if f.effect]
+    findings = [f for claim in claims for f in judge(claim.tests, records)[1] if f.effect]
     ours = "`study/results/` and `benchmarks/results/`"
     head = texts["head"].format(
         records=ours if records.of_project else "this folder", intervals=len(findings)

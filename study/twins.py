@@ -360,8 +360,8 @@ class Work:
         if self.study.scored:
             sweeps = [last, *([[*last, *keys]] if (keys := self.study.scored.get(arm)) else [])]
         else:
-            sweeps = [[f"checkpoint={listed(chosen)}", f"first_seed={seeds}"]]
-            sweeps += [[f"checkpoint={listed(rest)}", *one]] if (rest := quarters - {*chosen}) else []
+            sweeps = [[f"checkpoint={join_steps(chosen)}", f"first_seed={seeds}"]]
+            sweeps += [[f"checkpoint={join_steps(rest)}", *one]] if (rest := quarters - {*chosen}) else []
             sweeps += [[*last, "guidance=cfg", f"guidance_scale={scales}"]]
         shared = [f"run={run}", f"suite={self.study.data}", f"reference={run.parent / self.name}"]
         shared += [f"num_samples={samples}", f"num_steps={2 if self.request.tiny else self.study.num_steps}"]
@@ -372,7 +372,7 @@ class Work:
         return [scores_of(file, samples) for file in sorted(run.glob("scores/*.json"))]
 
 
-def listed(steps: Sequence[int] | set[int]) -> str:
+def join_steps(steps: Sequence[int] | set[int]) -> str:
     """Return different steps as a list of a sweep."""
     return ",".join(str(step) for step in sorted({*steps}))
 
@@ -403,7 +403,7 @@ def evaluations_of(run: Path) -> Rows:
         if line.get("loss") is not None:
             losses.append(line["loss"])
         if LOSS in line:
-            spent = {"step": line["step"], "gflop": 1000 * record.spent("TFLOPs", line["step"])}
+            spent = {"step": line["step"], "gflop": 1000 * record.cost_at("TFLOPs", line["step"])}
             scores = {k: math.inf if v is None else v for k, v in line.items() if k.startswith(SCORES)}
             rows.append({**spent, "guidance": UNGUIDED, "train_loss": mean(losses or [math.inf]), **scores})
             losses.clear()

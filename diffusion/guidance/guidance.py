@@ -129,7 +129,7 @@ class Guidance:
             rise = (1 - math.cos(math.pi * rise)) / 2
         return 1 + (self.guidance_scale - 1) * rise
 
-    def evaluated(self, strong: Branch, t: Tensor) -> tuple[float, tuple[Branch, ...]]:
+    def branches_at(self, strong: Branch, t: Tensor) -> tuple[float, tuple[Branch, ...]]:
         """Return w and the branches to evaluate at time t, 0-d: only the strong one where w is 1."""
         w, branches = self.scale(strong.precond.path, t), self.branches(strong, t)
         return w, branches[:1] if w == 1 else branches
@@ -144,7 +144,7 @@ class Guidance:
         self.check(strong.precond)
 
         def denoise(x: Tensor, t: Tensor, *, with_variance: bool = False) -> Any:
-            w, branches = self.evaluated(strong, t)
+            w, branches = self.branches_at(strong, t)
             F_x = predict(branches, x, t)
             D_x = [b.precond.denoised(F, x, t) for b, F in zip(branches, F_x, strict=True)]
             D = D_x[0] if w == 1 else self.combine(D_x[0], D_x[1], w)

@@ -98,7 +98,7 @@ class EncoderDetector:
         Raises:
             ValueError: the features are not finite.
         """
-        x = (resized(images, self.encoder.size, self.encoder.resize) - self._mean) / self._std
+        x = (resize(images, self.encoder.size, self.encoder.resize) - self._mean) / self._std
         with torch.autocast(self.device.type, enabled=False):
             x = x.to(self.device)
             if self.encoder.layer == "mean":
@@ -110,7 +110,7 @@ class EncoderDetector:
         return {self.name: features}
 
 
-def resized(images: np.ndarray, size: int, how: str) -> torch.Tensor:
+def resize(images: np.ndarray, size: int, how: str) -> torch.Tensor:
     """images (N, H, W, 3) uint8 -> (N, 3, size, size) in about [0, 1], see Encoder."""
     if how == "pil":
         from PIL import Image

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from routing.routes import named
+from routing.routes import prefix_errors
 from routing.tokens import gather_tokens, with_prefix
 
 Arguments = Mapping[str, Any]  # of a forward, by name; arguments that were not given are missing
@@ -109,7 +109,7 @@ class BlockList:
         given = {key: arguments[key] for key in self.by_token if arguments.get(key) is not None}
         gathered = {}
         for key, value in given.items():
-            with named(f"{key} of {block}"):
+            with prefix_errors(f"{key} of {block}"):
                 gathered[key] = self.by_token[key](value, kept)
         return {**arguments, **gathered}
 

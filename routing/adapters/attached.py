@@ -21,10 +21,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from routing.adapters.adapter import Adapter, Arguments, BlockList, TokenSelection, named, plain_forward
+from routing.adapters.adapter import Adapter, Arguments, BlockList, TokenSelection, plain_forward
 from routing.adapters.families import adapter_of
 from routing.routers import random_router
-from routing.routes import Route, Router, Routing, resolve_routes
+from routing.routes import Route, Router, Routing, prefix_errors, resolve_routes
 from routing.tokens import end_route
 
 ONE_GRAPH = "tokens are drawn outside of graphs: compile the blocks, or the model without fullgraph=True"
@@ -87,7 +87,7 @@ def attach(
     offset = 0
     for spec in adapter.block_lists:
         blocks = spec.of(model)
-        blocks.__class__ = _routed_list(type(blocks))
+        blocks.__class__ = _routed_list_class(type(blocks))
         blocks.first_idx, blocks.routed_passes = offset, {}
         offset += len(blocks)
     model.__dict__.pop("forward", None)
@@ -210,15 +210,15 @@ class _Attached:
                 windows.append(_Window(route, draw, _draw_seed(generator), P, S, self.adapter))
         routed_pass = _RoutedPass(self.layers, windows)
 
-        def routed(name: str, value: Any) -> Any:
+        def wrap(name: str, value: Any) -> Any:
             if value is None or name not in self.adapter.residuals:
                 return value
             return _Residuals(name, value, routed_pass)
 
         names = list(self.signature.parameters)[1:]
-        args = tuple(routed(name, value) for name, value in zip(names, args, strict=False))
+        args = tuple(wrap(name, value) for name, value in zip(names, args, strict=False))
         with self._activate(model, routed_pass):
-            output = forward(*args, **{name: routed(name, value) for name, value in kwargs.items()})
+            output = forward(*args, **{name: wrap(name, value) for name, value in kwargs.items()})
         routed_pass.check_done(type(model).__name__)
         return output
 
@@ -368,7 +368,7 @@ class _Residuals(Sequence):
         return len(self.values)
 
     def __getitem__(self, i: Any) -> Any:
-        with named(self.name):
+        with prefix_errors(self.name):
             return self.routed_pass.residual(self.values[i])
 
 
@@ -448,6 +448,6 @@ LISTS = (nn.ModuleList, nn.Sequential)
 
 
 @cache
-def _routed_list(kind: type[Any]) -> type[Any]:
+def _routed_list_class(kind: type[Any]) -> type[Any]:
     """Derive a class of lists that return wrapped blocks."""
     return type(f"_Routed{kind.__name__}", (_RoutedBlocks, kind), {})

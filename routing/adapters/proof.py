@@ -184,7 +184,7 @@ class _Tokens:
         with self.block.register_forward_pre_hook(before, with_kwargs=True):
             yield
 
-    def replaced(self, output: Any, where: torch.Tensor, by: torch.Tensor) -> Any:
+    def replace(self, output: Any, where: torch.Tensor, by: torch.Tensor) -> Any:
         """Return the output of the block, with the tokens `where` (N, T + S) replaced."""
         x = self.spec.tokens_of(output)
         by = F.pad(by, (0, 0, 0, where.shape[1] - by.shape[1]))  # from a list with another S
@@ -215,7 +215,7 @@ def _run_hidden(
 
     def rejoin(block: nn.Module, args: tuple, output: Any) -> Any:
         keys.hidden = None
-        return end.replaced(output, hidden_in[end.spec.name], start.value)
+        return end.replace(output, hidden_in[end.spec.name], start.value)
 
     with ExitStack() as hooks:
         for spec, block in window:

@@ -158,7 +158,7 @@ class _Watched:
         return self.num_tokens + self.num_suffix
 
     @property
-    def given(self) -> dict[str, Any]:
+    def other_arguments(self) -> dict[str, Any]:
         """Arguments of the blocks, without the tokens."""
         pairs = [pair for call in self.calls for pair in call.arguments.items()]
         return {name: value for name, value in pairs if value is not None and name != self.tokens}
@@ -176,7 +176,7 @@ class _Watched:
             }
             pairs = {name: pair for name, pair in pairs.items() if len(pair[0]) == self.num_samples}
             if before is None:
-                matches = iter([(name, *_changed(*pair)) for name, pair in pairs.items()])
+                matches = iter([(name, *_changed_range(*pair)) for name, pair in pairs.items()])
             else:
                 matches = before.matches({name: x for name, (x, _) in pairs.items()})
             if match := next(matches, None):
@@ -222,7 +222,7 @@ class _Watched:
             bodies = {name: _fill(gather, "value") for name, gather in gathers.items()}
             lines = "".join(f'{FOUR * 4}"{name}": lambda value, kept: {b},\n' for name, b in bodies.items())
             parts.append(f"by_token={{\n{lines}{FOUR * 3}}}")
-        if shared := [name for name in self.given if name not in gathers]:
+        if shared := [name for name in self.other_arguments if name not in gathers]:
             parts.append(f"shared={_names(shared)}")
         parts += ["sequence_first=True"] if self.sequence_first else []
         parts += [f"num_suffix_tokens=lambda model, arguments: {suffix}"] if suffix else []
@@ -278,7 +278,7 @@ class _Watched:
         return [*gathers, LEADING] if gathers and x.ndim == 1 else gathers
 
 
-def _changed(x: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
+def _changed_range(x: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
     """Return the position of the first token that differs, and the number of tokens up to the last one."""
     indices = (x != other).any(dim=2).any(dim=0).nonzero().flatten()
     return int(indices[0]), int(indices[-1] - indices[0]) + 1
@@ -313,14 +313,14 @@ def _drafts(
             )
     alike = [x for x in lists if x.first in (0, P) and x.num_suffix in (0, *suffixes)]
     for chosen in (alike[start:] for start in range(alike.index(longest) + 1)):
-        tensors = [x for x in tree_leaves([x.given for x in chosen]) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in tree_leaves([x.other_arguments for x in chosen]) if isinstance(x, torch.Tensor)]
         sizes = {size for x in tensors for size in x.shape}
         # Tables and masks may have a prefix that the tokens lack.
         numbers = [P] if P else [*(n for n in prefixes if longest.length + n in sizes), 0]
         for number, num_others in product(numbers, ((), (*prefixes, S))):
             for watched in chosen:
                 watched.num_prefix, watched.num_others = number, num_others
-            for gathers in product(*(watched.variants(watched.given) for watched in chosen)):
+            for gathers in product(*(watched.variants(watched.other_arguments) for watched in chosen)):
                 yield _draft(list(zip(chosen, gathers, strict=True)), prefixes.get(number), suffixes)
 
 

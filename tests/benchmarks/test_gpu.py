@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import check, gpu
-from benchmarks.collect import PAGES, TABLE, collect, filled
+from benchmarks.collect import PAGES, TABLE, collect, fill_tables
 from benchmarks.results import RESULTS, Record, code_of, read_environment, read_results, write_record
 from runtime.provenance import environment
 from study import twins
@@ -182,7 +182,7 @@ def test_the_study_takes_the_command_line_of_its_stage():
 def test_tables_on_pages_are_what_the_records_give(page):
     text = (ROOT / page).read_text()
     assert TABLE.search(text)
-    assert filled(text, RESULTS, COLUMNS) == text
+    assert fill_tables(text, RESULTS, COLUMNS) == text
 
 
 @pytest.mark.parametrize(("tiny", "message"), [(False, "is a rehearsal"), (True, "is not a rehearsal")])

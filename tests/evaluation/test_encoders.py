@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import fid
 from data import open_images
 from evaluation import Reference, open_reference
-from evaluation.detectors.encoders import ENCODERS, Detectors, Encoder, EncoderDetector, resized
+from evaluation.detectors.encoders import ENCODERS, Detectors, Encoder, EncoderDetector, resize
 from evaluation.features import ArrayImages
 from evaluation.files import PUBLISHED
 from evaluation.metrics.density_coverage import DensityCoverage
@@ -60,7 +60,7 @@ def test_features_are_those_of_the_network_after_its_preprocessing(name, folder)
     encoder, detector = SMALL[name], EncoderDetector(name, folder)
     network = timm.create_model(encoder.model)
     network.load_state_dict(detector._network.state_dict(), strict=False)  # the head is not used by all
-    x = normalised(resized(IMAGES, encoder.size, encoder.resize), network.eval())
+    x = normalised(resize(IMAGES, encoder.size, encoder.resize), network.eval())
     with torch.inference_mode():
         last = network.forward_features(x)
         expected = {
@@ -77,8 +77,8 @@ def test_features_are_those_of_the_network_after_its_preprocessing(name, folder)
 def test_images_are_resized_as_the_scores_say():
     image = Image.fromarray(IMAGES[0]).resize((24, 24), Image.Resampling.BICUBIC)
     by_pil = torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255
-    assert torch.equal(resized(IMAGES, 24, "pil")[0], by_pil)
-    antialiased, plain = (resized(IMAGES, 24, how)[0] for how in ("antialias", "plain"))
+    assert torch.equal(resize(IMAGES, 24, "pil")[0], by_pil)
+    antialiased, plain = (resize(IMAGES, 24, how)[0] for how in ("antialias", "plain"))
     assert (antialiased - by_pil).abs().max() < 0.01  # rounding to bytes, and clipping
     assert (plain - by_pil).abs().max() > 0.1
     # Without antialiasing, bicubic samples of a smooth image are its values.
@@ -86,7 +86,7 @@ def test_images_are_resized_as_the_scores_say():
     expected = ((torch.arange(20) + 0.5) * 2 - 0.5) / 255
     inside = slice(1, -1)  # at the border, pixels are repeated
     torch.testing.assert_close(
-        resized(ramp, 20, "plain")[0, 0, 10, inside], expected[inside], atol=1e-5, rtol=0
+        resize(ramp, 20, "plain")[0, 0, 10, inside], expected[inside], atol=1e-5, rtol=0
     )
 
 

@@ -34,7 +34,7 @@ def test_only_the_first_rank_locks_the_file_of_a_result(monkeypatch, tmp_path):
     monkeypatch.setattr(
         Launch, "broadcast_from_main", lambda self, decide: decide() if self.is_main else None
     )
-    place = {"file": tmp_path / "a.npz", "beside": [], "overwrite": False}
+    place = {"file": tmp_path / "a.npz", "others": [], "overwrite": False}
     with Launch(1, 2).exclusive_output(**place):
         assert not list(tmp_path.iterdir())
         with Launch(0, 2).exclusive_output(**place):

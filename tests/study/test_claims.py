@@ -54,7 +54,7 @@ def folder(tmp_path, header):
 
 
 def judged(records, *tests):
-    return claims.judged([Comparison(*test[:2], **test[2]) for test in tests], records)
+    return claims.judge([Comparison(*test[:2], **test[2]) for test in tests], records)
 
 
 def twins(**test):
@@ -195,7 +195,7 @@ def test_an_effect_is_seen_or_its_opposite_or_undecided(folder):
     assert (outcome, [f.outcome for f in findings]) == (claims.MIXED, [SEEN, OPPOSITE])
     same = (("dense", "dense"), {"mixture-64": EXCESS}, {})
     outcome, findings = judged(records, same)
-    assert outcome == UNDECIDED and "over 1,000 seeds" in claims.shown(findings[0])
+    assert outcome == UNDECIDED and "over 1,000 seeds" in claims.format_finding(findings[0])
     assert judged(records, twins(), same)[0] == SEEN, "an undecided test does not change it"
 
 
@@ -319,7 +319,7 @@ def test_what_a_method_changes_with_and_without_routes(tmp_path, header):
     assert effect.high - effect.value == pytest.approx(spread.high - spread.value)
     table = claims.stacks_table(records)
     cells = [cell.strip() for cell in next(x for x in table.splitlines() if "| Muon" in x).split("|")]
-    shown = [compare(records, "stacks-256", LOSS, pair).shown(True) for pair in (arms[2:], arms[:2], arms)]
+    shown = [compare(records, "stacks-256", LOSS, pair).format(True) for pair in (arms[2:], arms[:2], arms)]
     assert cells[1:6] == ["Muon", "3", *shown]
     assert (
         shown[0].startswith("-25.0 %") and shown[1].startswith("-10.0 %") and shown[2].startswith("+20.0 %")
@@ -345,7 +345,7 @@ def test_a_change_is_compared_with_the_one_of_another_study(tmp_path, header):
     first, _, _, _, last, _ = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
     assert first[:4] == ["64", "prefix", "3", "0.50x"] and first[6] == ""
     assert last[:3] == ["1024", "prefix", "3"] and last[4].startswith("-50.0 %")
-    assert last[6] == effect.shown(True)
+    assert last[6] == effect.format(True)
     Record("baselines", tmp_path, header).add("scenes-1024", [{"baseline": "class means", LOSS: 0.5}])
     (finding,) = Comparison(pair, {"scenes-1024": LOSS}, at="gflop", than="scenes-64").findings(
         Records(tmp_path)

@@ -106,7 +106,7 @@ def test_the_cost_of_a_run_is_that_of_its_steps_as_they_were_routed(tmp_path):
     steps = ("model=tread", "train.total_steps=4", "train.log_every=1", "routing.off_last_steps=2")
     trainer = tiny_run(tmp_path / "run", *steps)
     cost = cost_of(trainer.net)
-    spent = Run(RunFolder(tmp_path / "run")).spent("TFLOPs", 4)
+    spent = Run(RunFolder(tmp_path / "run")).cost_at("TFLOPs", 4)
     assert spent == pytest.approx(8 * (2 * cost.routed_training_flops + 2 * cost.dense_training_flops) / 1e12)
 
 

@@ -155,10 +155,10 @@ def z_image_suffix(model: Any, arguments: Arguments) -> int:
         raise ValueError("x: routing needs one image per sample, all of the same size")
     _, frames, height, width = images[0].shape
     num_tokens = frames * (height // Z_PATCH_SIZE) * (width // Z_PATCH_SIZE)
-    return _padded(num_tokens) - num_tokens + max(_padded(len(text)) for text in texts)
+    return _pad(num_tokens) - num_tokens + max(_pad(len(text)) for text in texts)
 
 
-def _padded(num_tokens: int) -> int:
+def _pad(num_tokens: int) -> int:
     return -(-num_tokens // Z_MULTIPLE) * Z_MULTIPLE
 
 
