@@ -80,12 +80,12 @@ def stage_table(
     results: Path,
     stage: str,
     columns: Mapping[str, str],
-    chosen: Callable[[Mapping[str, str]], bool] = lambda row: True,
+    keep: Callable[[Mapping[str, str]], bool] = lambda row: True,
 ) -> str:
     """Return a table and its caption for each record of a stage; an empty table without records."""
     tables = []
     for file in sorted(results.glob(f"gpu_{stage}_*.csv")):
-        rows = [row for row in read_results(file) if chosen(row)]
+        rows = [row for row in read_results(file) if keep(row)]
         tables += [markdown(rows, columns), caption(file, stage)]
     if not tables:
         empty = {key: form for key, form in columns.items() if key != "failed"}

@@ -131,13 +131,13 @@ def measure(setting: Setting, repeats: int, peaks: Peaks) -> Rows:
         experiment = compose(overrides["routed"])
         if depends_on_total_steps(experiment.written):
             raise UserError("routing.schedule and routing.off_last_steps: a step is timed at one ratio only")
-        unsupported = unsupported_by_plain(experiment)
-        if unsupported:
+        if unsupported := unsupported_by_plain(experiment):
             listed = ", ".join(unsupported)
             print(f"  not compared with the plain step, which does not support {listed}", flush=True)
         elif setting.check:
             compare(folder, overrides)
-        builders = {"": ours, "plain ": plain} if setting.plain and not unsupported else {"": ours}
+        with_plain = setting.plain and not unsupported
+        builders = {"": trainer_worker} | ({"plain ": plain_worker} if with_plain else {})
         workers = {
             name + kind: stack.enter_context(Worker(builder, folder, overrides[kind]))
             for name, builder in builders.items()
@@ -209,7 +209,7 @@ def peaks_of(device: torch.device) -> Peaks:
     return peaks
 
 
-def ours(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Answers]:
+def trainer_worker(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Answers]:
     """Build the trainer's step. Return its columns and answers; see `Worker`."""
     trainer, row = build(folder, overrides)
     batches = trainer.batches.from_step(0)
@@ -221,7 +221,7 @@ def ours(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Answer
     return row, _answers(step, trainer.launch.device)
 
 
-def plain(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Answers]:
+def plain_worker(folder: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], Answers]:
     """Build the plain step of the same sizes. Return its columns and answers; see `Worker`."""
     trainer, row = build(folder, (*overrides, "train.compile=false", "train.keep_freed_memory=false"))
     device, step = trainer.launch.device, plain_step(trainer, _latents(trainer, row["batch_size"]))

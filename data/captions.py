@@ -49,12 +49,12 @@ class Captions:
         return encoded.reshape(-1, self.count, *encoded.shape[1:])
 
     def describe(self, positions: Sequence[int]) -> dict[str, Any]:
-        """Return their part of the manifest, with first captions of some images at `positions` as prompts."""
+        """Return the captions' part of the manifest; prompts are first captions at some `positions`."""
         first = [self.texts[i][0] for i in positions]
         if not (texts := [text for text in first if len(text) <= MAX_LETTERS]):
             raise ValueError(f"all captions have more than {MAX_LETTERS} letters")
-        chosen = np.unique(np.linspace(0, len(texts) - 1, MAX_PROMPTS).astype(int)).tolist()
-        return self.encoder.describe() | {"num_captions": self.count, "prompts": [texts[i] for i in chosen]}
+        ids = np.unique(np.linspace(0, len(texts) - 1, MAX_PROMPTS).astype(int)).tolist()
+        return self.encoder.describe() | {"num_captions": self.count, "prompts": [texts[i] for i in ids]}
 
     def key(self) -> list[Any]:
         """Identify the encoder."""
@@ -67,21 +67,21 @@ class Captions:
 
 def read_captions(request: str, images: ImageList) -> list[list[str]]:
     """Return 1 to 5 captions of each image, see `Captions`."""
-    captions = _beside(images) if request == BESIDE else _of_annotations(Path(request), images.names)
-    lines = [[" ".join(text.split()) for text in each] for each in captions]
-    cleaned = [[line for line in each if line][:MAX_CAPTIONS] for each in lines]
-    if missing := [name for name, each in zip(images.names, cleaned, strict=True) if not each]:
+    captions = _read_files(images) if request == BESIDE else _read_annotations(Path(request), images.names)
+    lines = [[" ".join(text.split()) for text in texts] for texts in captions]
+    cleaned = [[line for line in texts if line][:MAX_CAPTIONS] for texts in lines]
+    if missing := [name for name, texts in zip(images.names, cleaned, strict=True) if not texts]:
         count = f"{len(missing)} of {len(images.names)}"
         raise ValueError(f"captions={request} must have a caption for {missing[0]} ({count} have none)")
     return cleaned
 
 
-def _beside(images: ImageList) -> list[list[str]]:
+def _read_files(images: ImageList) -> list[list[str]]:
     captions = []
     for name in images.names:
         stem = str(PurePosixPath(name).with_suffix(""))
         for suffix in SUFFIXES:
-            with suppress(FileNotFoundError, KeyError):  # of a folder or a tar; of a zip
+            with suppress(FileNotFoundError, KeyError):  # no such file in a folder; in a zip or tar
                 captions.append(_read(images, f"{stem}{suffix}"))
                 break
         else:
@@ -95,13 +95,13 @@ def _read(images: ImageList, name: str) -> list[str]:
             data = read_bounded(file, MAX_CAPTION_BYTES)
             if name.endswith(".txt"):
                 return data.decode("utf-8-sig").splitlines()
-            found = parse_json(data).get("caption")
-            return _check_captions([found] if isinstance(found, str) else found)
+            captions = parse_json(data).get("caption")
+            return _check_captions([captions] if isinstance(captions, str) else captions)
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{name} must have captions in UTF-8: {error}") from error
 
 
-def _of_annotations(path: Path, names: Sequence[str]) -> list[list[str]]:
+def _read_annotations(path: Path, names: Sequence[str]) -> list[list[str]]:
     """Read COCO's annotations: `images` with id and file_name, `annotations` with image_id and caption."""
     content: Any = read_json(path, MAX_ANNOTATION_BYTES)
     try:

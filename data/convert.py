@@ -90,13 +90,13 @@ def check_request(request: ConvertConfig) -> Format:
     check_choice("format", request.format, list(FORMATS))
     if request.stored_as is not None:
         check_choice("stored_as", request.stored_as, STORED_AS)
-    given = {key: value for key, value in asdict(request).items() if value is not None}
+    values = {key: value for key, value in asdict(request).items() if value is not None}
     for key in ("scale", "std", "num_classes"):
-        check_positive(key, given.get(key, 1))
+        check_positive(key, values.get(key, 1))
     check_not_negative("num_held_out", request.num_held_out)
     for key, other in (("scale", "shift"), ("shift", "scale")):
-        if key in given and other not in given:  # the format's value belongs to another scale
-            raise ValueError(f"{key}={given[key]} needs {other}: give both or neither")
+        if key in values and other not in values:  # the format's value belongs to another scale
+            raise ValueError(f"{key}={values[key]} needs {other}: give both or neither")
     encoder = PUBLISHED.get(request.encoder, request.encoder)
     is_scale_known = request.scale is not None or request.format in FORMATS_WITH_SCALE
     if encoder not in (None, SD_VAE, SD_VAE_MSE) and not is_scale_known:
@@ -105,7 +105,7 @@ def check_request(request: ConvertConfig) -> Format:
     if not Path(request.source).exists():
         raise FileNotFoundError(f"source={request.source} not found")
     check_out(request.out)
-    changes = {key: given[key] for key in ASSUMED if key in given}
+    changes = {key: values[key] for key in ASSUMED if key in values}
     return replace(FORMATS[request.format], **{**changes, "encoder": encoder} if encoder else changes)
 
 

@@ -28,13 +28,12 @@ def write_once(path: str, origin: dict[str, Any], write: Callable[[], None]) -> 
         with Lock(folder.with_name(f".{folder.name}.first"), f"data.path={path}", wait_sec=math.inf):
             if not folder.exists():
                 write()
-    written = read_manifest(path).origin or {}
-    for key, expected in origin.items():
-        stored = written.get(key)
-        if stored != expected:
-            given, rule = ("null" if value is None else value for value in (expected, stored))
-            rule = f"{rule}, as in {path}/{FILES['manifest']}: or set another data.path"
-            raise ValueError(f"data.{key}={given} must be {rule}")
+    stored_origin = read_manifest(path).origin or {}
+    for key in origin:
+        if origin[key] != stored_origin.get(key):
+            value, stored = ("null" if x is None else x for x in (origin[key], stored_origin.get(key)))
+            rule = f"must be {stored}, as in {path}/{FILES['manifest']}: or set another data.path"
+            raise ValueError(f"data.{key}={value} {rule}")
 
 
 def write_pixels(
@@ -124,10 +123,10 @@ def _write_digits(path: str, foreground_masks: bool, num_images: int | None, siz
 
 
 def _first_digits(num_images: int | None) -> np.ndarray:
-    """Return the digits to write, in an order that holds out the same ones, in the same order."""
+    """Return the digits to write, ordered so that the folder holds out the same ones for each number."""
     held_out, trained = split(NUM_DIGITS, NUM_HELD_OUT_DIGITS)
     trained = trained[:num_images]
     ids = np.empty(len(held_out) + len(trained), dtype=int)
-    for chosen, places in zip((held_out, trained), split(len(ids), len(held_out)), strict=True):
-        ids[np.sort(places)] = np.sort(chosen)
+    for digit_ids, indices in zip((held_out, trained), split(len(ids), len(held_out)), strict=True):
+        ids[np.sort(indices)] = np.sort(digit_ids)
     return ids

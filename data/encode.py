@@ -86,8 +86,8 @@ class EncodeConfig:
 def main(request: EncodeConfig) -> None:
     """Check the request, encode the missing parts, and join all parts."""
     check_request(request)
-    given = {"source": request.source, "masks": request.masks, "captions": request.captions}
-    for key, path in given.items():
+    paths = {"source": request.source, "masks": request.masks, "captions": request.captions}
+    for key, path in paths.items():
         if path not in (None, BESIDE) and not Path(path).exists():
             raise FileNotFoundError(f"{key}={path} not found")
     launch = start_process(timeout=PATIENCE, tf32=False)  # latents are made once for all runs

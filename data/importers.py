@@ -125,7 +125,7 @@ def open_tars(path: Path) -> Source:
     parts = (TAR_LATENT, TAR_LABEL)
     keys = sorted({name.removesuffix(part) for name in files for part in parts if name.endswith(part)})
     if missing := [key + part for key in keys for part in parts if key + part not in files]:
-        raise ValueError(f"{path} must have both parts of each entry, but not {missing[0]}")
+        raise ValueError(f"{path} must have both parts of each entry: {missing[0]} is missing")
 
     def content(name: str) -> bytes:
         return read_at(*files[name]).getvalue()

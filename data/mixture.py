@@ -80,9 +80,9 @@ def mixture(
     spread = np.sqrt(SHARE_OF_MEANS * spectrum)
     means = spread * rng.standard_normal((num_classes, num_components, spectrum.size))
     labels, component = (rng.integers(n, size=num_entries) for n in (num_classes, num_components))
-    drawn = means[labels, component] + np.sqrt(variances) * rng.standard_normal((num_entries, spectrum.size))
+    coeffs = means[labels, component] + np.sqrt(variances) * rng.standard_normal((num_entries, spectrum.size))
     basis = _cosines(input_size)
-    stored = (basis.T @ drawn.reshape(-1, *shape) @ basis).astype(np.float32)
+    stored = (basis.T @ coeffs.reshape(-1, *shape) @ basis).astype(np.float32)
     manifest = drawn_manifest(stored, num_classes, num_held_out, STD)
     return MixtureDataset(means, variances, stored, labels, manifest)
 

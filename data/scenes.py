@@ -28,8 +28,8 @@ from runtime.scenes import (
     render,
 )
 
-# In units of the side: largest radius, room between two objects and to the edge, distance along a relation.
-MAX_RADIUS, GAP, DISTANCE = 0.15, 2.5 / 32, 0.25
+# In units of the side: radius, gap between two objects (half of it to the edge), distance along a relation.
+MAX_RADIUS, MIN_GAP, MIN_DISTANCE = 0.15, 2.5 / 32, 0.25
 NUM_PLACEMENTS = 128  # tried at once
 SIDES, HELD_OUT_EVERY, NUM_TYPICAL, CHUNK = range(32, 129, 8), 32, 4096, 1024
 
@@ -81,20 +81,20 @@ def draw_scene(seed: int, index: int) -> tuple[Caption, list[Thing]]:
     rng = np.random.default_rng((seed, index))
     caption = _draw_caption(KINDS[index % len(KINDS)], rng)
     groups = [group for group in caption.groups for _ in range(group.number)]
-    drawn = [(group.colour or str(rng.choice([*COLOURS])), group.shape) for group in groups]
+    styles = [(group.colour or str(rng.choice([*COLOURS])), group.shape) for group in groups]
     is_unrelated, first = caption.relation in (None, "and"), caption.groups[0].number
     while True:
-        radius = rng.uniform(MIN_RADIUS, MAX_RADIUS, size=(NUM_PLACEMENTS, len(drawn)))
-        centre = rng.uniform(size=(NUM_PLACEMENTS, len(drawn), 2))
-        centre = radius[..., None] + GAP / 2 + centre * (1 - 2 * radius[..., None] - GAP)
+        radius = rng.uniform(MIN_RADIUS, MAX_RADIUS, size=(NUM_PLACEMENTS, len(styles)))
+        centre = rng.uniform(size=(NUM_PLACEMENTS, len(styles), 2))
+        centre = radius[..., None] + MIN_GAP / 2 + centre * (1 - 2 * radius[..., None] - MIN_GAP)
         # Bounding boxes must be apart.
         apart = np.abs(centre[:, :, None] - centre[:, None]).max(-1) - radius[:, :, None] - radius[:, None]
-        apart[:, range(len(drawn)), range(len(drawn))] = math.inf
-        for i in np.flatnonzero(apart.min(axis=(1, 2)) > GAP):
-            places = np.concatenate([centre[i], radius[i, :, None]], axis=1).tolist()
-            things = [Thing(*kind, *place) for kind, place in zip(drawn, places, strict=True)]
+        apart[:, range(len(styles)), range(len(styles))] = math.inf
+        for i in np.flatnonzero(apart.min(axis=(1, 2)) > MIN_GAP):
+            circles = np.concatenate([centre[i], radius[i, :, None]], axis=1).tolist()
+            things = [Thing(*style, *circle) for style, circle in zip(styles, circles, strict=True)]
             members = things[:first], things[first:]
-            if is_unrelated or distance_along(members, str(caption.relation)) >= DISTANCE:
+            if is_unrelated or distance_along(members, str(caption.relation)) >= MIN_DISTANCE:
                 return caption, things
 
 
@@ -102,9 +102,9 @@ def _draw_caption(kind: str, rng: np.random.Generator) -> Caption:
     shapes = [str(shape) for shape in rng.choice(SHAPES, 2, replace=False)]
     colours = [str(colour) for colour in rng.choice([*COLOURS], 2, replace=False)]
     relation = str(rng.choice(RELATIONS)) if kind in ("position", "combined") else "and"
-    coloured = kind in ("colours", "colour_binding", "combined")
+    has_colours = kind in ("colours", "colour_binding", "combined")
     numbers = {"counting": rng.integers(2, 5, 1), "combined": rng.integers(1, 3, 2)}.get(kind, (1, 1))
     count = 1 if kind in ("one_object", "counting", "colours") else 2
-    drawn = [*zip(numbers, colours, shapes, strict=False)][:count]
-    groups = tuple(Group(int(number), colour if coloured else None, shape) for number, colour, shape in drawn)
+    specs = [*zip(numbers, colours, shapes, strict=False)][:count]
+    groups = tuple(Group(int(n), colour if has_colours else None, shape) for n, colour, shape in specs)
     return Caption(groups, relation if count == 2 else None)

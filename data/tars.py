@@ -34,7 +34,7 @@ def index_tars(tars: Sequence[Path]) -> Index:
     Raises:
         ValueError: a tar is damaged, truncated or compressed, or two files have one name.
     """
-    found: Index = {}
+    index: Index = {}
     for path in tars:
         damaged = as_value_error(f"{path} cannot be read as an uncompressed tar", *DAMAGED, OSError)
         with damaged, path.open("rb") as file:
@@ -42,15 +42,15 @@ def index_tars(tars: Sequence[Path]) -> Index:
             with tarfile.open(fileobj=headers, mode="r:") as archive:
                 for member in archive:
                     name = f"{path.stem}/{PurePosixPath(member.name)}"
-                    if name in found:
+                    if name in index:
                         raise ValueError(f"two files are named {name}")
                     if member.isreg() and not member.issparse():
-                        found[name] = path, member.offset_data, member.size
+                        index[name] = path, member.offset_data, member.size
                     archive.members, headers.left = [], MAX_HEADER_BYTES  # tarfile would keep all of them
                 file.seek(archive.offset)
                 if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
                     raise ValueError("it is truncated or damaged")
-    return found
+    return index
 
 
 def read_at(path: Path, start: int, size: int) -> BytesIO:

@@ -42,11 +42,11 @@ class Words:
     def of_captions(cls, captions: Sequence[str]) -> "Words":
         """Collect the words of captions."""
         split = [words_of(caption) for caption in captions]
-        words, longest = sorted({word for each in split for word in each}), max(map(len, split))
+        words, longest = sorted({word for parts in split for word in parts}), max(map(len, split))
         if not words or len(words) > MAX_WORDS or longest > MAX_TEXT_TOKENS:
-            found = f"{len(words)} different words, up to {longest} in a caption"
-            rule = f"must be 1 to {MAX_WORDS}, up to {MAX_TEXT_TOKENS}: or choose a language model"
-            raise ValueError(f"text_encoder={WORDS}: the captions have {found}, {rule}")
+            counts = f"{len(words)} different words, up to {longest} in a caption"
+            rule = f"must have 1 to {MAX_WORDS}, and up to {MAX_TEXT_TOKENS}; or use a language model"
+            raise ValueError(f"text_encoder={WORDS}: the captions have {counts}, {rule}")
         return cls(words, longest)
 
     def describe(self) -> dict[str, Any]:

@@ -75,20 +75,20 @@ class LatentWriter:
         if end > manifest.count:
             raise ValueError(f"{entries} are more than count={manifest.count}")
         with np.errstate(over="ignore"):
-            given = {"latents": stored.astype(manifest.dtype)}
-        if not np.isfinite(given["latents"]).all():
+            arrays = {"latents": stored.astype(manifest.dtype)}
+        if not np.isfinite(arrays["latents"]).all():
             raise ValueError(f"{entries} are not finite in {manifest.dtype}")
         if manifest.num_classes and labels is not None:
             check_labels(labels, manifest.num_classes, self.path, first=self.num_written)
-            given["labels"] = labels.astype(np.int64)
+            arrays["labels"] = labels.astype(np.int64)
         others = {"masks": masks, "features": features, "text": text}
-        given |= {key: array for key, array in others.items() if array is not None}
-        arrays = manifest.arrays().items()
-        expected = [f"{key} {dtype} {(len(stored), *shape[1:])}" for key, (dtype, shape) in arrays]
-        actual = [f"{key} {array.dtype} {array.shape}" for key, array in given.items()]
+        arrays |= {key: array for key, array in others.items() if array is not None}
+        layout = manifest.arrays().items()
+        expected = [f"{key} {dtype} {(len(stored), *shape[1:])}" for key, (dtype, shape) in layout]
+        actual = [f"{key} {array.dtype} {array.shape}" for key, array in arrays.items()]
         if actual != expected:
             raise ValueError(f"{entries} are {', '.join(actual)}, must be {', '.join(expected)}")
-        for key, array in given.items():
+        for key, array in arrays.items():
             if array.size:
                 _write(self.files[key], memoryview(np.ascontiguousarray(array)).cast("B"))
         self.num_written = end

@@ -53,20 +53,20 @@ class AdmSuite(Suite):
         features: Path | None = None,
     ):
         detector = InceptionDetector(weights, launch.device, allow_unpublished_weights)
-        parts = {name: EncoderDetector(name, encoder_weights, launch.device) for name in encoders}
-        chosen: dict[str, Metric] = {
+        others = {name: EncoderDetector(name, encoder_weights, launch.device) for name in encoders}
+        adm_metrics: dict[str, Metric] = {
             "fid": FrechetDistance("fid", "pool"),
             "sfid": FrechetDistance("sfid", "spatial"),
             "is": InceptionScore(),
         }
         if precision_recall:
-            chosen["precision_recall"] = PrecisionRecall(exact_distances)
+            adm_metrics["precision_recall"] = PrecisionRecall(exact_distances)
         if kid:
-            chosen["kid"] = KernelDistance()
+            adm_metrics["kid"] = KernelDistance()
         options = {"num_samples": num_samples, "labels": labels, "batch_size": batch_size}
         options |= {"launch": launch, "features": features}
-        detector = Detectors(detector, parts) if parts else detector
-        super().__init__(reference, detector=detector, metrics=chosen | dict(metrics), **options)
+        detector = Detectors(detector, others) if others else detector
+        super().__init__(reference, detector=detector, metrics=adm_metrics | dict(metrics), **options)
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
         """Raise a ValueError if images cannot be scored; `name` stands for them in the message."""

@@ -83,7 +83,7 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> Referen
         hint = "`python -m evaluation.fetch files=[imagenet256]` downloads ImageNet's"
         raise FileNotFoundError(f"reference={path} not found; {hint}")
     if (path / "latents.npy").is_file():
-        remedy = "or let the suite score against it: suite=digits, for one, in fid.py, reference=null in YAML"
+        remedy = "or score against the data set: suite=digits in fid.py, or reference=null in YAML"
         raise ValueError(f"reference={path} is a folder of latents: give images, {remedy}")
     if path.suffix != ".npz":
         return Reference(images=open_images(path), path=path)

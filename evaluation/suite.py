@@ -46,12 +46,11 @@ class Scores:
 
     def notes(self) -> list[str]:
         """Return a line for each reason why scores are left out, and for each warning."""
-        keys = {
-            why: [key for key in self.left_out if self.left_out[key] == why] for why in self.left_out.values()
-        }
-        return [f"{', '.join(keys[why])} left out: {why}" for why in keys] + [
-            f"note: {w}" for w in self.warnings
-        ]
+        keys: dict[str, list[str]] = {}
+        for key, reason in self.left_out.items():
+            keys.setdefault(reason, []).append(key)
+        notes = [f"{', '.join(names)} left out: {reason}" for reason, names in keys.items()]
+        return notes + [f"note: {warning}" for warning in self.warnings]
 
 
 class Suite:
@@ -200,18 +199,18 @@ class Suite:
                 reason = "the samples were not drawn from prompts"
                 scores.left_out |= {self.score_name(key, num_images): reason for key in metric.keys}
                 continue
-            compared = held_out if metric.held_out else reference
-            missing = [need for need in metric.needs_of_reference if need not in compared.statistics]
+            target = held_out if metric.held_out else reference
+            missing = [need for need in metric.needs_of_reference if need not in target.statistics]
             if missing:
                 no_images = "the reference has no held-out images"
                 reason = no_images if metric.held_out else self._missing_reason(*missing[0])
                 scores.left_out |= {self.score_name(key, num_images): reason for key in metric.keys}
             else:
-                values = self._with_names(metric(compared, samples), num_images)
+                values = self._with_names(metric(target, samples), num_images)
                 scores.values |= values
                 scores.higher_is_better += list(values) if metric.higher_is_better else []
                 if num_halves and num_images >= 2 * metric.min_images:
-                    errors = standard_errors(metric, compared, samples, num_halves, self.launch.device)
+                    errors = standard_errors(metric, target, samples, num_halves, self.launch.device)
                     scores.standard_errors |= self._with_names(errors, num_images)
         return scores
 
@@ -249,8 +248,8 @@ class Suite:
         return self._extract(ArrayImages(held_out[0]), needs, "features of held-out images", None)
 
     def _needs_of_reference(self, held_out: bool) -> set[Need]:
-        chosen = (metric for metric in self.metrics if metric.held_out == held_out)
-        return {need for metric in chosen for need in metric.needs_of_reference}
+        metrics = (metric for metric in self.metrics if metric.held_out == held_out)
+        return {need for metric in metrics for need in metric.needs_of_reference}
 
     def _extract(
         self, images: Images, needs: set[Need], description: str, cache: PartCache | None

@@ -54,7 +54,7 @@ class Run:
         pairs = (text.lstrip("+~").partition("=") for text in self.manifest["overrides"])
         return {key: value for key, _, value in pairs}
 
-    def chosen(self, key: str) -> str | None:
+    def choice(self, key: str) -> str | None:
         """Return the value of a key or the option of a group; None if it is not set."""
         node = self.config
         for part in key.split("."):
@@ -195,12 +195,12 @@ def _name(arms: Sequence[Arm]) -> None:
     """Name the arms of a data set by the method and the chosen keys that differ, or else by their runs."""
     keys = dict.fromkeys(key for arm in arms for run in arm.runs for key in run.overrides)
     keys = [key for key in keys if key not in UNNAMED and not is_in(key, SAME_ARM)]
-    keys = [key for key in ("method", *keys) if len({arm.runs[0].chosen(key) for arm in arms}) > 1]
+    keys = [key for key in ("method", *keys) if len({arm.runs[0].choice(key) for arm in arms}) > 1]
     short = [re.split(r"[./]", key)[-1] for key in keys]
     for arm in arms:
         choices = []
         for key, label in zip(keys, short, strict=True):
-            if (value := arm.runs[0].chosen(key)) is not None:
+            if (value := arm.runs[0].choice(key)) is not None:
                 label = key if short.count(label) > 1 else label
                 choices.append(value if key == "method" else f"{label}={value}")
         arm.name = ", ".join(choices)
@@ -243,7 +243,7 @@ def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
 
 
 def changes(arms: Sequence[Arm]) -> list[dict[str, str]]:
-    """Return a row for each score of each arm but the first: does it differ by more than the noise?
+    """Return a row for each score of each arm except the first: its difference from the first arm.
 
     The noise is the spread of trainings that differ in the seed, pooled over all arms unless it differs.
     """
@@ -251,7 +251,7 @@ def changes(arms: Sequence[Arm]) -> list[dict[str, str]]:
     for arm in arms[1:]:
         others = [other for other in arms if other not in (arm, arms[0])]
         for key in keys_of_scores(arms):
-            pair = [one.values(key) for one in (arm, arms[0])]
+            pair = [arm.values(key), arms[0].values(key)]
             if all(pair):
                 effect = effect_of(
                     pair, (1, -1), [values for other in others if (values := other.values(key))]
@@ -303,10 +303,10 @@ def _csv_row(arm: Arm, run: Run) -> dict[str, Any]:
     row |= {"status": run.manifest["status"], "step": run.step}
     row |= {axis.lower(): run.cost_at(axis, run.step) for axis in AXES[1:]}
     row |= {"commit": run.manifest["commit"], "device": run.manifest["device"], **run.newest}
-    return {_no_formula(key): _no_formula(value) for key, value in row.items()}
+    return {_escape_formula(key): _escape_formula(value) for key, value in row.items()}
 
 
-def _no_formula(value: Any) -> Any:
+def _escape_formula(value: Any) -> Any:
     """Quote a text that a spreadsheet would run as a formula: a run may come from elsewhere."""
     is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{value}" if is_formula else value

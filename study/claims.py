@@ -30,9 +30,9 @@ SEEN, OPPOSITE, UNDECIDED, UNTESTABLE = "seen", "opposite seen", "undecided", "n
 MIXED = "mixed"
 NOT_MEASURED = "not measured"
 ALPHA, MIN_GAIN, MIN_PRECISION = 0.05, 0.3, 0.3  # of a claim; of gates b and c
-OF_SAMPLES = (*DISTANCES, "label_accuracy", "precision", "recall")  # scores that gates b and c judge
-SCORES = (LOSS, EXCESS, "sharpening", "train_loss", "memorised", "accuracy", *OF_SAMPLES)
-REAL = ("real held-out", "real training")  # baselines that are no model
+SAMPLE_SCORES = (*DISTANCES, "label_accuracy", "precision", "recall")  # scores that gates b and c judge
+SCORES = (LOSS, EXCESS, "sharpening", "train_loss", "memorised", "accuracy", *SAMPLE_SCORES)
+REAL = ("real held-out", "real training")  # baselines of real images
 SAME_DATA = {"depth": "mixture", "width": "mixture", "backbones": "digits"}
 SAME_DATA |= {name: "glyphs-50k" for name, study in STUDIES.items() if study.gpu}
 ROUNDING = 1e-9  # distances of a set to itself
@@ -90,10 +90,10 @@ class Comparison:
         text += f", more than on {self.than}" if self.than else ""
         text += {"end": "", "best": ", best checkpoint", "gflop": ", equal FLOPs"}[self.at]
         if self.guidance[0] != UNGUIDED:
-            chosen = [
-                records.chosen_guidance(study, a, g) for a, g in zip(self.arms, self.guidance, strict=False)
+            settings = [
+                records.resolve_guidance(study, a, g) for a, g in zip(self.arms, self.guidance, strict=False)
             ]
-            text += f" ({' against '.join(dict.fromkeys(g.replace('guidance=', '') for g in chosen))})"
+            text += f" ({' against '.join(dict.fromkeys(g.replace('guidance=', '') for g in settings))})"
         studies = (study, self.than) if self.than else (study,)
         gates = tuple(
             sorted({gate for s in studies for gate, why in failed_gates(records, s, key).items() if why})
@@ -167,15 +167,15 @@ def baselines_of(records: Records, study: str) -> Mapping[str, Mapping[str, str]
 
 
 def failed_gates(records: Records, study: str, key: str) -> dict[str, str]:
-    """Return for each gate that judges a score the reason why it fails; an empty text if it does not.
+    """Return the gates that judge a score, each with the reason why it fails; empty: it passes.
 
     (a) The dense arm's best checkpoint beats the best baseline without a network. (b) Guidance lowers the
     dense arm's distance by 30 %. (c) Its precision is at least 0.3 of real held-out data's.
     """
     distance = records.distance(study)
-    sampled, judge = key in OF_SAMPLES, EXCESS if records.is_mixture(study) else LOSS
-    gates = {"a": _gate_a(records, study, (distance or judge) if sampled else judge)}
-    if sampled:
+    is_of_samples, loss_key = key in SAMPLE_SCORES, EXCESS if records.is_mixture(study) else LOSS
+    gates = {"a": _gate_a(records, study, (distance or loss_key) if is_of_samples else loss_key)}
+    if is_of_samples:
         unguided, guided, precision = (
             [*records.scores(study, "dense", name, guidance=guidance).values()]
             for name, guidance in ((distance, UNGUIDED), (distance, "best"), ("precision", UNGUIDED))
@@ -256,7 +256,7 @@ def scoreboard(records: Records, about_cost: bool) -> str:
         row["commit"] = ", ".join(dict.fromkeys(commit for f in findings for commit in f.commits))
         rows.append(row | {"what would decide it at its own scale": claim.elsewhere})
     if not rows:
-        return "No claim is about these arms alone."
+        return "These records test no claim."
     return markdown(rows, dict.fromkeys(rows[0], "{}"), everything=True).replace("--:", "---")  # left-aligned
 
 
@@ -274,14 +274,14 @@ def gates_table(records: Records) -> str:
 
 
 def searches_table(records: Records) -> str:
-    """Return a table of the mean held-out loss of each learning rate of each search; the chosen is bold."""
+    """Return a table of the mean held-out loss of each learning rate of each search; the lowest is bold."""
     rows = []
     for study, searches in records.searches.items():
         for arm in dict.fromkeys(row["arm"] for row in searches):
             losses = search_losses(searches, arm)
-            chosen = min(losses, key=losses.get)
+            best = min(losses, key=losses.get)
             n = len({row["seed"] for row in searches if row["arm"] == arm})
-            cells = {f"{lr:g}": f"**{v:.4f}**" if lr == chosen else f"{v:.4f}" for lr, v in losses.items()}
+            cells = {f"{lr:g}": f"**{v:.4f}**" if lr == best else f"{v:.4f}" for lr, v in losses.items()}
             rows.append({"task": study, "arm": arm, "n": n, **cells})
     rates = sorted({key for row in rows for key in row} - {"task", "arm", "n"}, key=float)
     return markdown(rows, dict.fromkeys(["task", "arm", "n", *rates], "{}")) if rows else ""
@@ -308,7 +308,7 @@ def arms_table(records: Records, study: str) -> str:
         cells = {key: f"{score if abs(score) > ROUNDING else 0:.4g}" for key, score in scores.items()}
         rows += [{"arm": f"*{name}*", **cells}] if cells else []
     for arm in records.arms(study):
-        last = records.of(study, arm)[-1]
+        last = records.rows_of(study, arm)[-1]
         row = {"arm": arm, "lr": last.get("lr", ""), "steps": last["step"]}
         row |= {"TFLOP": f"{float(last['gflop']) / 1e3:.3g}"} if last.get("gflop") else {}
         for name, at, guidance in columns:
@@ -336,7 +336,7 @@ def stacks_table(records: Records) -> str:
         base = dense if dense in STUDIES[STACKS].arms else "dense, REPA"
         row: dict[str, Any] = {"method": name or "routes alone"}
         for key, label in ((LOSS, "loss"), (records.distance(STACKS) or "", "distance")):
-            own = "best" if name in ("internal", "post hoc") and label == "distance" else UNGUIDED
+            guidance = "best" if name in ("internal", "post hoc") and label == "distance" else UNGUIDED
             arms = {
                 "dense": (dense, "dense"),
                 "routed": (routed, "routed" if name else "dense"),
@@ -344,7 +344,7 @@ def stacks_table(records: Records) -> str:
             }
             for column, pair in arms.items():
                 if name or column == "routed":
-                    effect = compare(records, STACKS, key, pair, "end", (own, UNGUIDED))
+                    effect = compare(records, STACKS, key, pair, "end", (guidance, UNGUIDED))
                     row[f"{label}, {column}"] = effect.format(key in RATIOS) if effect else ""
                     row["n"] = max(row.get("n", 0), effect.n if effect else 0)
         if effect := compare(records, STACKS, LOSS, (routed, base), "gflop"):
@@ -362,7 +362,7 @@ def tokens_table(records: Records) -> str:
     rows: list[dict[str, Any]] = []
     at_flops = {"at": "gflop"}
     columns = {"loss, equal steps": {}, "loss, equal FLOPs": at_flops}
-    columns["less what it is at 64 tokens"] = {**at_flops, "than": SCENES[0]}
+    columns["minus the change at 64 tokens"] = {**at_flops, "than": SCENES[0]}
     for study, way in product(SCENES, ("prefix", "cross")):
         arms = f"routed, {way}", f"dense, {way}"
         row: dict[str, Any] = {"tokens": study.removeprefix("scenes-"), "captions": way}

@@ -135,8 +135,8 @@ def table(rows: Sequence[Row], records: Sequence[dict[str, Any]]) -> str:
 
 def _line(row: Row, record: dict[str, Any] | None) -> dict[str, str]:
     drawn = flatten(record["samples"]["drawn"]) if record else {}
-    chosen = {key: f"{key}={drawn.get(key, '?')}" for key in row.unknown}
-    keys = [chosen.get(key.partition("=")[0], key) for key in row.keys]
+    overrides = {key: f"{key}={drawn.get(key, '?')}" for key in row.unknown}
+    keys = [overrides.get(key.partition("=")[0], key) for key in row.keys]
     line = {"experiment": f"`{row.experiment}`", "with": f"`{' '.join(keys)}`" if keys else ""}
     line |= {"metric": " ".join(row.values), "expected": " ".join(row.values.values()).replace(UNKNOWN, "?")}
     if record:

@@ -49,8 +49,8 @@ class Records:
         self.folders, self.of_project = folders or OURS, not folders
         self.rehearsal = False
         recorded = {name: self._read(f"twins_{name}_*") for name in (*STUDIES, *EARLIER[:6])}
-        of_kinds = [row for row in self._read("finetuning_twins_*") if row.get("fd_pixel")]
-        recorded |= {kind: [row for row in of_kinds if row["kind"] == kind] for kind in EARLIER[-2:]}
+        finetunes = [row for row in self._read("finetuning_twins_*") if row.get("fd_pixel")]
+        recorded |= {kind: [row for row in finetunes if row["kind"] == kind] for kind in EARLIER[-2:]}
         backbones = [{**row, "part": "training", "step": row["steps"]} for row in self._read("arms_*")]
         recorded["backbones"] = backbones
         self.searches = {n: [r for r in rows if r.get("part") == "search"] for n, rows in recorded.items()}
@@ -84,7 +84,7 @@ class Records:
         planned = STUDIES[study].arms if study in STUDIES else ()
         return [*(arm for arm in planned if arm in recorded), *(a for a in recorded if a not in planned)]
 
-    def of(self, study: str, arm: str) -> list[dict[str, str]]:
+    def rows_of(self, study: str, arm: str) -> list[dict[str, str]]:
         """Return the rows of an arm, sorted by step."""
         return sorted(
             (row for row in self.rows[study] if row["arm"] == arm), key=lambda row: int(row["step"])
@@ -92,26 +92,26 @@ class Records:
 
     def curve(self, study: str, arm: str, key: str, guidance: str = UNGUIDED) -> dict[int, list[Point]]:
         """Return the evaluations of each seed, as means over sets of noise."""
-        found: dict[int, dict[int, tuple[float, list[float]]]] = {}
-        for row in self.of(study, arm):
+        by_seed: dict[int, dict[int, tuple[float, list[float]]]] = {}
+        for row in self.rows_of(study, arm):
             if row["guidance"] == guidance and (score := score_of(row, key)) is not None:
                 gflop = float(row.get("gflop") or 0)
-                steps = found.setdefault(int(row["seed"]), {})
+                steps = by_seed.setdefault(int(row["seed"]), {})
                 steps.setdefault(int(row["step"]), (gflop, []))[1].append(score)
         return {
             seed: [(step, gflop, mean(scores)) for step, (gflop, scores) in sorted(steps.items())]
-            for seed, steps in sorted(found.items())
+            for seed, steps in sorted(by_seed.items())
         }
 
     def scores(self, study: str, arm: str, key: str, at: str = "end", guidance: str = UNGUIDED) -> Scores:
         """Return the score of each seed at its last evaluation (`end`) or lowest held-out loss (`best`)."""
-        curve = self.curve(study, arm, key, self.chosen_guidance(study, arm, guidance))
+        curve = self.curve(study, arm, key, self.resolve_guidance(study, arm, guidance))
         if at == "end":
             return {seed: points[-1][2] for seed, points in curve.items()}
         losses = self.curve(study, arm, EXCESS if self.is_mixture(study) else LOSS)
         lowest = {seed: min(points, key=lambda point: point[2])[0] for seed, points in losses.items()}
-        of_step = {seed: {step: score for step, _, score in points} for seed, points in curve.items()}
-        return {seed: scores[lowest[seed]] for seed, scores in of_step.items() if lowest.get(seed) in scores}
+        by_step = {seed: {step: score for step, _, score in points} for seed, points in curve.items()}
+        return {seed: scores[lowest[seed]] for seed, scores in by_step.items() if lowest.get(seed) in scores}
 
     def is_mixture(self, study: str) -> bool:
         """True if the optimal denoiser of the study's data is known."""
@@ -127,7 +127,7 @@ class Records:
         settings = dict.fromkeys(row["guidance"] for row in self.rows[study])
         return [s for s in settings if any(name in s for name in ("cfg", "internal", "std"))]
 
-    def chosen_guidance(self, study: str, arm: str, guidance: str) -> str:
+    def resolve_guidance(self, study: str, arm: str, guidance: str) -> str:
         """Resolve `best` to the scale with the lowest mean distance, and to `best` without records."""
         if guidance != "best":
             return guidance
@@ -178,15 +178,15 @@ def compare(
     """
     groups, signs = changes_of(records, study, key, arms, at, guidance)
     if than is not None:
-        subtracted, of_other = changes_of(records, than, key, arms, at, guidance)
+        subtracted, other_signs = changes_of(records, than, key, arms, at, guidance)
         groups = [*groups, *subtracted] if groups and subtracted else []
-        signs = (*signs, *(-sign for sign in of_other))
+        signs = (*signs, *(-sign for sign in other_signs))
     if not groups:
         return None
     if len(groups) == 1 or than is not None:
         return effect_of(groups, signs)
     others = [scaled(records.scores(study, a, key, at), key) for a in records.arms(study) if a not in arms]
-    others = [[*of_arm.values()] for of_arm in others if {*guidance} == {UNGUIDED}]
+    others = [[*scores.values()] for scores in others if {*guidance} == {UNGUIDED}]
     return effect_of(groups, signs, others)
 
 
@@ -196,11 +196,11 @@ def changes_of(
     """Return groups of scores and their signs, see `compare`: one group of changes if scores are paired."""
     signs = (1, -1, -1, 1)[: len(arms)]
     if at == "gflop":
-        found = at_equal_cost(records, study, key, arms)
+        scores = at_equal_cost(records, study, key, arms)
     else:
-        each = zip(arms, (*guidance, *guidance)[: len(arms)], strict=True)
-        found = [records.scores(study, arm, key, at, g) for arm, g in each]
-    groups = [scaled(scores, key) for scores in found]
+        pairs = zip(arms, (*guidance, *guidance)[: len(arms)], strict=True)
+        scores = [records.scores(study, arm, key, at, g) for arm, g in pairs]
+    groups = [scaled(arm_scores, key) for arm_scores in scores]
     if not all(groups):
         return [], ()
     if at == "gflop" or arms[0] == arms[1]:
@@ -217,19 +217,19 @@ def at_equal_cost(records: Records, study: str, key: str, arms: Sequence[str]) -
         return [{}]
     series = [{seed: [point[1:] for point in points] for seed, points in c.items()} for c in curves]
     end = min(max(points[-1][0] for points in seeds.values()) for seeds in series)
-    scores = [{seed: between(points, end, key) for seed, points in seeds.items()} for seeds in series]
+    scores = [{seed: interpolate(points, end, key) for seed, points in seeds.items()} for seeds in series]
     return [{seed: score for seed, score in seeds.items() if score is not None} for seeds in scores]
 
 
-def between(points: Sequence[tuple[float, float]], end: float, key: str) -> float | None:
+def interpolate(points: Sequence[tuple[float, float]], cost: float, key: str) -> float | None:
     """Interpolate a score at a cost, linearly in logarithms; None if no evaluations are near enough."""
     costs, scores = (np.array(values) for values in zip(*points, strict=True))
-    if not costs[0] <= end <= costs[-1] * (1 + 1e-4):
+    if not costs[0] <= cost <= costs[-1] * (1 + 1e-4):
         return None
-    end = min(end, float(costs[-1]))
-    after = int(np.searchsorted(costs, end))
-    if costs[after] != end and costs[after] > MAX_GAP * costs[after - 1]:
+    cost = min(cost, float(costs[-1]))
+    after = int(np.searchsorted(costs, cost))
+    if costs[after] != cost and costs[after] > MAX_GAP * costs[after - 1]:
         return None
     if key not in RATIOS:
-        return float(np.interp(math.log(end), np.log(costs), scores))
-    return math.exp(np.interp(math.log(end), np.log(costs), np.log(scores)))
+        return float(np.interp(math.log(cost), np.log(costs), scores))
+    return math.exp(np.interp(math.log(cost), np.log(costs), np.log(scores)))

@@ -97,10 +97,10 @@ class Study:
 STABLE = ("train.grad_clip=1", "optimizer.warmup_steps=200", "optimizer.betas=[0.9,0.99]")
 DEEP = ("model/size=tiny", "model.depth=12", "ema.decay=0.999", *STABLE)
 FINITE = (*DEEP, "model.patch_size=2")
-E1 = TWINS | NO_REMOVAL | TOKEN_DROP
-E3 = TWINS | NO_REMOVAL | MECHANISM
-DIGITS = {"data": "digits", "arms": E1, "seeds": (0, 1, 2, 3, 4), "scales": (1.5, 2.0)}
-MIXTURE = {"data": "mixture", "arms": E3, "steps": 20_000, "lr": 0.004, "search_steps": 5000}
+DIGITS = {"data": "digits", "arms": TWINS | NO_REMOVAL | TOKEN_DROP}
+DIGITS |= {"seeds": (0, 1, 2, 3, 4), "scales": (1.5, 2.0)}
+MIXTURE = {"data": "mixture", "arms": TWINS | NO_REMOVAL | MECHANISM}
+MIXTURE |= {"steps": 20_000, "lr": 0.004, "search_steps": 5000}
 S_4 = ("model/size=s_4", "ema.decay=0.999", "train.batch_size=64", "train.num_workers=0", *STABLE)
 S_2 = ("ema.decay=0.999", "train.grad_clip=1", "optimizer.warmup_steps=500")
 ON_GPU = {"data": "glyphs", "task": S_2, "arms": TWINS, "lr": 5e-4, "search_seeds": (), "seeds": (0, 1)}
@@ -247,8 +247,8 @@ class Work:
 
     def __init__(self, name: str, study: Study, request: argparse.Namespace, record: Record):
         self.name, self.study, self.request, self.record = name, study, request, record
-        change, chosen = request.change, request.arms or study.arms
-        arms = {name: keys for name, keys in study.arms.items() if name in chosen}
+        change, names = request.change, request.arms or study.arms
+        arms = {name: keys for name, keys in study.arms.items() if name in names}
         # The name of a changed arm contains the change.
         self.arms = {", ".join([name, *change]): (*keys, *change) for name, keys in arms.items()}
         self.steps = TINY_STEPS if request.tiny else study.steps
@@ -256,9 +256,9 @@ class Work:
         task = (f"data={study.data}", *study.task)
         # Computed here, because two threads cannot compose a configuration at once.
         gflops = {arm: gflop_a_step((*task, *keys)) for arm, keys in {**TWINS, **self.arms}.items()}
-        cheapest = self.steps * gflops["routed"]
         # The step at which an arm has cost as much as the routed one.
-        self.equal = {arm: self._evaluated(min(self.steps, cheapest / gflops[arm])) for arm in self.arms}
+        steps = {arm: min(self.steps, self.steps * gflops["routed"] / gflops[arm]) for arm in self.arms}
+        self.equal_cost_steps = {arm: self._nearest_evaluation(step) for arm, step in steps.items()}
 
     def run(self) -> list[str]:
         """Run the trainings that are not recorded yet. Return the failures."""
@@ -281,7 +281,7 @@ class Work:
         compose(("model=dit", *keys, f"data.path={path}")).data()
         write_features(path, TINY_STEPS if self.request.tiny else STEPS)
 
-    def _evaluated(self, step: float) -> int:
+    def _nearest_evaluation(self, step: float) -> int:
         return max(1, round(step / self.every)) * self.every
 
     def _rows(self) -> Rows:
@@ -344,31 +344,30 @@ class Work:
         return rows
 
     def _score(self, run: Path, arm: str, seed: int, best: int) -> Rows:
-        """Draw and score samples: `noises` sets of noise at the best, the last and the equally expensive
-        step, one at quarters of the training and with guidance. With `scored`, one set at the last step, and
-        one for each of its values. Each training has noise of its own.
+        """Score samples of a training: `noises` sets at the best, the last and the equal-cost step, one set
+        at quarters of the training, and one at the last step for each guidance scale. With `scored`, one set
+        at the last step, and one for each value of the sweep. No two trainings share noise.
         """
         noises, samples = (1, 20) if self.request.tiny else (self.study.noises, self.study.num_samples)
-        first = seed * NUM_NOISES * samples
-        chosen = [best, self.steps, self.equal[arm]]
-        quarters = {self._evaluated(share * self.steps) for share in (0.25, 0.5, 0.75)}
-        chosen += quarters if noises == 1 else ()
-        seeds = ",".join(str(first + noise * samples) for noise in range(noises))
-        one = [f"first_seed={first}"]
+        first_seed = seed * NUM_NOISES * samples
+        steps = [best, self.steps, self.equal_cost_steps[arm]]
+        quarters = {self._nearest_evaluation(share * self.steps) for share in (0.25, 0.5, 0.75)}
+        steps += quarters if noises == 1 else ()
+        seeds = ",".join(str(first_seed + noise * samples) for noise in range(noises))
+        one_set = [f"first_seed={first_seed}"]
         scales = ",".join(map(str, self.study.scales))
-        last = [f"checkpoint={self.steps}", *one]
+        last = [f"checkpoint={self.steps}", *one_set]
         if self.study.scored:
             sweeps = [last, *([[*last, *keys]] if (keys := self.study.scored.get(arm)) else [])]
         else:
-            sweeps = [[f"checkpoint={join_steps(chosen)}", f"first_seed={seeds}"]]
-            sweeps += [[f"checkpoint={join_steps(rest)}", *one]] if (rest := quarters - {*chosen}) else []
+            sweeps = [[f"checkpoint={join_steps(steps)}", f"first_seed={seeds}"]]
+            sweeps += [[f"checkpoint={join_steps(rest)}", *one_set]] if (rest := quarters - {*steps}) else []
             sweeps += [[*last, "guidance=cfg", f"guidance_scale={scales}"]]
         shared = [f"run={run}", f"suite={self.study.data}", f"reference={run.parent / self.name}"]
         shared += [f"num_samples={samples}", f"num_steps={2 if self.request.tiny else self.study.num_steps}"]
         shared += [f"compile={not self.request.tiny}"]
         for sweep in sweeps:
-            log = Path(f"{run}.log")
-            start_program("fid.py", log, "-m", *shared, *sweep)
+            start_program("fid.py", Path(f"{run}.log"), "-m", *shared, *sweep)
         return [scores_of(file, samples) for file in sorted(run.glob("scores/*.json"))]
 
 

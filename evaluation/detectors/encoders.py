@@ -110,17 +110,17 @@ class EncoderDetector:
         return {self.name: features}
 
 
-def resize(images: np.ndarray, size: int, how: str) -> torch.Tensor:
-    """images (N, H, W, 3) uint8 -> (N, 3, size, size) in about [0, 1], see Encoder."""
-    if how == "pil":
+def resize(images: np.ndarray, size: int, mode: str) -> torch.Tensor:
+    """images (N, H, W, 3) uint8 -> (N, 3, size, size) in about [0, 1]; for `mode`, see Encoder."""
+    if mode == "pil":
         from PIL import Image
 
         bicubic = (Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC) for image in images)
         images = np.stack([np.asarray(image) for image in bicubic])
     x = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255
-    if how == "pil":
+    if mode == "pil":
         return x
-    return F.interpolate(x, (size, size), mode="bicubic", antialias=how == "antialias")
+    return F.interpolate(x, (size, size), mode="bicubic", antialias=mode == "antialias")
 
 
 class Detectors:

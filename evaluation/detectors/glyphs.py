@@ -65,9 +65,9 @@ class GlyphClassifier:
     def _with_noise(self, pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Add noise to about half of the images, so that features depend little on invisible noise."""
         shape = (len(pixels), 1, 1, 1)
-        strength, chosen = (torch.rand(shape, generator=generator) for _ in range(2))
+        strength, coin = (torch.rand(shape, generator=generator) for _ in range(2))
         noise = torch.randn(pixels.shape, generator=generator)
-        return (pixels + (chosen < 0.5) * (self.MAX_NOISE * strength) * noise).clamp(-1, 1)
+        return (pixels + (coin < 0.5) * (self.MAX_NOISE * strength) * noise).clamp(-1, 1)
 
 
 def _pixels(images: np.ndarray) -> torch.Tensor:

@@ -20,7 +20,7 @@ from tests.runs import composed, tiny_run
 from training.checkpoint import find_checkpoint
 
 # The precision that this machine does not choose.
-MOST_UNLIKE = f"mixed_precision={'no' if has_fast_bf16(ALONE.device) else 'bf16'}"
+OTHER_PRECISION = f"mixed_precision={'no' if has_fast_bf16(ALONE.device) else 'bf16'}"
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_labels_are_drawn_from_the_seeds_by_default_and_recorded(run, options, k
 
 
 @pytest.mark.parametrize(
-    "option", ["num_steps=3", "guidance_scale=3", "sampler=edm", MOST_UNLIKE, "checkpoint=4"]
+    "option", ["num_steps=3", "guidance_scale=3", "sampler=edm", OTHER_PRECISION, "checkpoint=4"]
 )
 def test_options_change_the_samples(run, tmp_path, option):
     images = [drawn(run, tmp_path / f"{i}.npz", *chosen) for i, chosen in enumerate([(), (option,)])]

@@ -287,7 +287,7 @@ def rename_member(folder):
         ("edm2", write_repa, None, (), "in channel 0.*another range of pixels"),
         ("repa", lambda p: write_npy_folder(p, MEAN[:, :3]), None, (), "3 channels cannot be halved:"),
         ("repa", lambda p: write_npy_folder(p, MEAN * np.nan), None, (), "some values are not finite"),
-        ("tread_wds", write_tread, rename_member, (), r"must have both parts of each entry, but not imagenet-0001/7.cls"),
+        ("tread_wds", write_tread, rename_member, (), r"must have both parts of each entry: imagenet-0001/7.cls is missing"),
         ("tread_wds", lambda p: write_tread(p, labels=["a"] * COUNT), None, (), r"0000000.cls is b'a', must be an integer in"),
         ("tread_wds", write_tread, None, ("num_classes=4",), r"label 4 at position 4 must be in \[0, 3\]"),
         ("repa", lambda p: p.mkdir(), None, (), "has no dataset.json with the labels"),

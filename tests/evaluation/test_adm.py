@@ -207,7 +207,7 @@ def test_files_that_are_not_references_are_refused(tmp_path, arrays, message):
 
 def test_a_folder_of_latents_needs_another_suite(tmp_path):
     (tmp_path / "latents.npy").touch()
-    with pytest.raises(ValueError, match=r"is a folder of latents: .*suite=digits, for one, in"):
+    with pytest.raises(ValueError, match=r"is a folder of latents: .*suite=digits in"):
         open_reference(tmp_path, open_images)
 
 

@@ -16,7 +16,7 @@ from runtime.provenance import environment
 from study import claims
 from study.baselines import TASKS
 from study.claims import OPPOSITE, SEEN, UNDECIDED, UNTESTABLE, Bound, Comparison
-from study.records import EARLIER, EXCESS, Records, between, compare, holm
+from study.records import EARLIER, EXCESS, Records, compare, holm, interpolate
 from study.twins import LOSS, STUDIES
 from tests.programs import ROOT
 
@@ -163,11 +163,11 @@ def test_a_curve_is_interpolated_only_between_near_evaluations():
     """A power law is a line in logarithms. Between distant evaluations the bend of a curve would decide."""
     power_law = [(cost, 3 * cost**-0.5) for cost in (100, 140, 200)]
     for cost in (100, 120, 170, 200):
-        assert between(power_law, cost, EXCESS) == pytest.approx(3 * cost**-0.5)
-    assert between([power_law[0], power_law[2]], 170, EXCESS) is None
-    assert between([power_law[0], power_law[2]], 200, EXCESS) == pytest.approx(3 * 200**-0.5)
-    assert between(power_law, 90, EXCESS) is None and between(power_law, 210, EXCESS) is None
-    assert between([(100, 0.0), (144, 0.5)], 120, "recall") == pytest.approx(0.25), "no logarithm of a share"
+        assert interpolate(power_law, cost, EXCESS) == pytest.approx(3 * cost**-0.5)
+    assert interpolate([power_law[0], power_law[2]], 170, EXCESS) is None
+    assert interpolate([power_law[0], power_law[2]], 200, EXCESS) == pytest.approx(3 * 200**-0.5)
+    assert interpolate(power_law, 90, EXCESS) is None and interpolate(power_law, 210, EXCESS) is None
+    assert interpolate([(100, 0.0), (144, 0.5)], 120, "recall") == pytest.approx(0.25), "linear for a share"
 
 
 def test_two_rows_of_one_evaluation_are_refused(folder):
@@ -295,7 +295,7 @@ def test_the_page_has_every_recorded_arm_claim_search_and_baseline(folder):
     assert "| mixture-64 | dense | 3 | 10.0000 | **1.0000** |" in text
     assert "The claims have 2 intervals" in text
     (folder / "empty").mkdir()
-    assert "No claim is about these arms" in claims.page(Records(folder / "empty"))
+    assert "These records test no claim" in claims.page(Records(folder / "empty"))
     assert "**This is a rehearsal" not in text
     (file,) = folder.glob("twins_mixture-64_*.csv")
     file.write_text(file.read_text().replace("# tiny: False", "# tiny: True"))

@@ -113,8 +113,8 @@ def test_the_cost_of_a_run_is_that_of_its_steps_as_they_were_routed(tmp_path):
 def test_samples_are_scored_where_an_arm_has_cost_as_much_as_the_routed_one(work):
     cost = cost_of(configured("digits-200", "routed").meta_net)
     share = cost.routed_training_flops / cost.dense_training_flops
-    assert work.equal["routed"] == work.steps == 6000
-    assert work.equal["dense"] == 250 * round(6000 * share / 250)
+    assert work.equal_cost_steps["routed"] == work.steps == 6000
+    assert work.equal_cost_steps["dense"] == 250 * round(6000 * share / 250)
 
 
 @pytest.mark.slow
