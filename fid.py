@@ -71,13 +71,13 @@ def score(request: ScoreConfig, node: Node, experiment: Experiment | None, launc
         labels = samples.labels()
         suite.check_labels(labels, samples.name)
     with launch.exclusive_output(samples.out, (), request.overwrite):
-        scored = launch.broadcast_from_main(samples.record)
+        samples_record = launch.broadcast_from_main(samples.record)
         scores = suite.score(samples.images, labels, cache, request.intervals)
         others = comparisons(suite, samples.count)
         if launch.is_main:
             show(scores, others)
             record = {"num_processes": launch.world_size, "environment": environment(launch.device)}
-            record |= {**described, "samples": scored}
+            record |= {**described, "samples": samples_record}
             compared = {name: {"n": row.num_images, **row.values} for name, row in others.items()}
             write_json(samples.out, {**asdict(scores), **record, "comparisons": compared})
             print(f"record {samples.out}")

@@ -30,7 +30,7 @@ from runtime.errors import check_positive
 from runtime.files import atomic_write, sha256, write_json
 from runtime.machine import PATIENCE, start_process
 from runtime.output import output_path
-from runtime.parts import Arrays, check_room, explained
+from runtime.parts import Arrays, check_room, resume_hint
 from runtime.provenance import environment
 
 configuration.register("sample", SampleConfig)
@@ -78,7 +78,7 @@ def pack(parts: Iterator[Arrays], images: Drawing, grid: Path, out: Path, record
     """Join images (N, H, W, C) and labels (N,) in the layout of [ADM], with a picture and a record."""
     header = {"descr": "|u1", "fortran_order": False, "shape": (images.count, *images.shape)}
     labels, costs = images.labels(), []
-    with explained(out), atomic_write(out) as partial:
+    with resume_hint(out), atomic_write(out) as partial:
         with zipfile.ZipFile(partial, "w") as archive:
             with archive.open("arr_0.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array_header_1_0(file, header)

@@ -152,20 +152,20 @@ class DrawOptions:
             request: values of the fields; the fields in LEFT_OPEN may be open.
             saved: the options of a job that resumes; they fill open fields.
         """
-        chosen: dict[str, Any] = {key: request[key] for key in cls.__dataclass_fields__}
+        values: dict[str, Any] = {key: request[key] for key in cls.__dataclass_fields__}
         for key, left_open in LEFT_OPEN.items():
-            if chosen[key] == left_open:
-                chosen[key] = saved.get(key)
+            if values[key] == left_open:
+                values[key] = saved.get(key)
 
         def decide() -> DrawOptions:
-            precision = chosen["mixed_precision"] or ("bf16" if has_fast_bf16(model.device) else "no")
-            batch_size = chosen["batch_size"] or model.default_batch_size(precision == "bf16")
-            compiled = chosen["compile"]
+            precision = values["mixed_precision"] or ("bf16" if has_fast_bf16(model.device) else "no")
+            batch_size = values["batch_size"] or model.default_batch_size(precision == "bf16")
+            compiled = values["compile"]
             if compiled is None:
-                compiled = model.is_worth_compiling(chosen["num_samples"])
+                compiled = model.is_worth_compiling(values["num_samples"])
             resolved: dict[str, Any] = {"mixed_precision": precision, "batch_size": batch_size}
             resolved["compile"] = compiled in (True, "true")
-            return cls(**{**chosen, **resolved})
+            return cls(**{**values, **resolved})
 
         if can_keep_freed_memory(launch.device):
             keep_freed_memory()

@@ -246,7 +246,7 @@ class Experiment:
         """Let the router choose two tokens of a sample of zeros."""
         arguments = self.model_node.arguments
         router, x = arguments["router"].bind(), torch.zeros(1, num_tokens, arguments.get("hidden_size", 1))
-        # Of a user's router.
+        # Errors of a user's router.
         with as_value_error("model.router", TypeError, RuntimeError, IndexError, AttributeError, KeyError):
             shape = tuple(router(x, 2, force_keep=None, noise=None, generator=None).shape)
         if shape != (1, 2):
@@ -270,18 +270,18 @@ class Experiment:
         self.sampler()(denoise, torch.zeros(1, 1, 1, 1), precond.path, randn_like=torch.zeros_like)
 
 
-def check_routes(key: str, given: Any) -> list[dict[str, Any]]:
+def check_routes(key: str, routes: Any) -> list[dict[str, Any]]:
     """Check the names and types of each route's arguments."""
-    if not isinstance(given, list) or not all(isinstance(fields, dict) for fields in given):
-        raise ValueError(f"{key}={given} must be a list of routes, each {{KEY: VALUE, ...}}; [] for none")
-    return [check_arguments(f"{key}.{i}", Route, fields) for i, fields in enumerate(given)]
+    if not isinstance(routes, list) or not all(isinstance(fields, dict) for fields in routes):
+        raise ValueError(f"{key}={routes} must be a list of routes, each {{KEY: VALUE, ...}}; [] for none")
+    return [check_arguments(f"{key}.{i}", Route, fields) for i, fields in enumerate(routes)]
 
 
-def check_text_shape(key: str, given: Any) -> TextShape:
+def check_text_shape(key: str, shape: Any) -> TextShape:
     """Check the names and types of the shape of captions."""
-    if not isinstance(given, dict):
-        raise ValueError(f"{key}={given} must be the shape of captions, {{KEY: VALUE, ...}}, or null")
-    return TextShape(**check_arguments(key, TextShape, given))
+    if not isinstance(shape, dict):
+        raise ValueError(f"{key}={shape} must be the shape of captions, {{KEY: VALUE, ...}}, or null")
+    return TextShape(**check_arguments(key, TextShape, shape))
 
 
 def as_node(group: Any, key: str) -> Node:

@@ -49,12 +49,12 @@ class KeptTokensLoss:
             noise = [torch.rand(shape, generator=generator, device=x.device) for _ in self.net.routes]
             routing = replace(routing, noise=noise)
             kept = self._kept(routing, x)  # (N, T)
-            of_kept, of_others = (self._weight(chosen, x) for chosen in (kept, 1 - kept))  # (N, H, W)
+            kept_weight, other_weight = (self._weight(tokens, x) for tokens in (kept, 1 - kept))  # (N, H, W)
             if mask is not None:
-                of_kept, of_others = mask * of_kept, mask * of_others
-            mask = of_kept
+                kept_weight, other_weight = mask * kept_weight, mask * other_weight
+            mask = kept_weight
             if self.reconstruction_weight:
-                reconstruct = self.reconstruction_weight * of_others
+                reconstruct = self.reconstruction_weight * other_weight
         return self.loss(
             *(precond, x, class_labels),
             t=t,
@@ -72,10 +72,10 @@ class KeptTokensLoss:
             kept = kept * torch.zeros_like(kept).scatter(1, ids_keep, 1.0)
         return kept
 
-    def _weight(self, chosen: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Weights (N, H, W) of the pixels of chosen tokens (N, T), so that the mean is over them."""
+    def _weight(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return weights (N, H, W) of the pixels of these tokens (N, T), so that the mean is over them."""
         T, grid = self.net.num_tokens, isqrt(self.net.num_tokens)
         # The sum can be 0: no token is kept by all routes, or no token bypasses.
-        weight = chosen * T / chosen.sum(dim=1, keepdim=True).clamp(min=1)
+        weight = tokens * T / tokens.sum(dim=1, keepdim=True).clamp(min=1)
         size = x.shape[-1] // grid
         return weight.view(-1, grid, grid).repeat_interleave(size, 1).repeat_interleave(size, 2)

@@ -14,7 +14,7 @@ from runtime.targets import walk
 if TYPE_CHECKING:
     from builders.experiment import Experiment
 
-RECONSTRUCTS, SNAPSHOTS = "diffusion.EDMPrecond", "training.ema.PostHocEMA"
+EDM_PRECOND, POST_HOC_EMA = "diffusion.EDMPrecond", "training.ema.PostHocEMA"
 COUNTS = {"data.num_entries", "data.num_components", "data.num_images", "evaluation.batch_size"}
 DRAWN_DATA = ("data.synthetic", "data.mixture")
 # Routed method -> its published option of model/routes.
@@ -36,14 +36,14 @@ def check_rules(experiment: "Experiment", num_processes: int) -> None:
     if name.is_absolute() or ".." in name.parts:
         raise ValueError(f"run_name={name} must be a name below runs/: set output_dir for another folder")
     if not 0 <= experiment.seed < NUM_SEEDS:
-        raise ValueError(f"seed={experiment.seed} must not be negative, and less than {NUM_SEEDS}")
+        raise ValueError(f"seed={experiment.seed} must not be negative or exceed {NUM_SEEDS - 1}")
     if train.batch_size % ((train.micro_batch_size or 1) * num_processes):
         micro = f"train.micro_batch_size={train.micro_batch_size} times " if train.micro_batch_size else ""
         rule = f"must be a multiple of {micro}the number of processes={num_processes}"
         raise ValueError(f"train.batch_size={train.batch_size} {rule}")
     check_choice("decoding", experiment.decoding, DECODINGS)
     _check_routes(experiment)
-    if experiment.ema_node.target == SNAPSHOTS and not train.milestone_every:
+    if experiment.ema_node.target == POST_HOC_EMA and not train.milestone_every:
         raise ValueError("ema=post_hoc needs train.milestone_every=STEPS: the milestones are its snapshots")
     _check_kept_tokens(experiment)
     for key, value in flatten(experiment.written).items():
@@ -77,7 +77,7 @@ def _check_kept_tokens(experiment: "Experiment") -> None:
         if not train.kept_tokens_only:
             raise ValueError(f"train.reconstruction_weight={weight} needs train.kept_tokens_only=true")
         # Flow predicts x_in by a velocity of 0, and DDPM's D_x is off by 1 / alpha times the error.
-        if experiment.precond_node.target != RECONSTRUCTS:
+        if experiment.precond_node.target != EDM_PRECOND:
             raise ValueError(f"train.reconstruction_weight={weight} needs diffusion=edm")
 
 

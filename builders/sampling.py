@@ -163,10 +163,10 @@ def read_request(request: T) -> tuple[T, Experiment]:
         The request, completed by its run or file, and the experiment with the requested sampler and guidance.
     """
     experiment = read_source(request)
-    keys = complete(request, experiment)
+    completed = complete(request, experiment)
     check_prompts(request, experiment)
     try:
-        nodes = {f"{group}_node": as_node(read_nodes(getattr(keys, group), group), group) for group in GROUPS}
+        nodes = {f"{key}_node": as_node(read_nodes(getattr(completed, key), key), key) for key in GROUPS}
         experiment = replace(experiment, **nodes)
         experiment.check_sampling()
     except ValueError as error:
@@ -178,7 +178,7 @@ def read_request(request: T) -> tuple[T, Experiment]:
         raise ValueError(message) from error
     if request.run is not None and not STD.fullmatch(request.checkpoint or ""):
         find_checkpoint(Path(request.run), request.checkpoint)
-    return keys, experiment
+    return completed, experiment
 
 
 def open_model(
@@ -307,10 +307,10 @@ def complete(request: T, experiment: Experiment) -> T:
             groups[group] = {**groups[group], key: value}
     if (weak := groups["guidance"]).get("weak_checkpoint") is not None and weak["weak_run"] is None:
         groups["guidance"] = {**weak, "weak_run": request.run}
-    given = {"mixed_precision": precision, "compile": compiled, "decoding": decoding, **groups}
+    values = {"mixed_precision": precision, "compile": compiled, "decoding": decoding, **groups}
     if request.prompt is not None or request.prompts is not None:
-        given["labels"] = "balanced"
-    return replace(request, **given)
+        values["labels"] = "balanced"
+    return replace(request, **values)
 
 
 def prompts_of(request: SamplingConfig) -> list[str] | None:
@@ -328,11 +328,11 @@ def prompts_of(request: SamplingConfig) -> list[str] | None:
 
 def check_prompts(request: SamplingConfig, experiment: Experiment) -> None:
     """Check the keys of prompts; word by word, if the data have a vocabulary."""
-    given = [key for key in ("prompt", "prompts", "text_encoder") if getattr(request, key) is not None]
-    if given and not experiment.takes_text:
-        value = getattr(request, given[0])
-        raise ValueError(f"{given[0]}={value} does not apply: the network takes no captions")
-    if given[:2] == ["prompt", "prompts"]:
+    keys = [key for key in ("prompt", "prompts", "text_encoder") if getattr(request, key) is not None]
+    if keys and not experiment.takes_text:
+        value = getattr(request, keys[0])
+        raise ValueError(f"{keys[0]}={value} does not apply: the network takes no captions")
+    if keys[:2] == ["prompt", "prompts"]:
         raise ValueError("prompt and prompts must not be given together")
     if prompts := prompts_of(request):
         text = manifest_of(request, experiment).text or {}

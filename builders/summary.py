@@ -20,7 +20,7 @@ def summary(
     cost: Cost,
     resumed_step: int,
     manifest: LatentManifest,
-    takes: Estimate,
+    needs: Estimate,
 ) -> str:
     """Describe a run that starts or resumes; `details` is the content of its manifest."""
     train, net = experiment.train, experiment.meta_net
@@ -51,10 +51,10 @@ def summary(
         lines.append(f"start      {_start(details['init_from'])}")
     if manifest.class_names:
         lines.append(f"classes    {first_classes(manifest)}")
-    lines += _length(train, manifest, resumed_step, takes)
+    lines += _length(train, manifest, resumed_step, needs)
     lines.append(
-        f"needs      {_gib(takes.memory)} of memory for weights, gradients, optimizer and average; "
-        f"{_gib(takes.checkpoints)} of disk for checkpoints"
+        f"needs      {_gib(needs.memory)} of memory for weights, gradients, optimizer and average; "
+        f"{_gib(needs.checkpoints)} of disk for checkpoints"
     )
     lines.append(f'watch      python -m reports "runs=[{experiment.output_dir}]" refresh_sec=15')
     return "\n".join(lines)
@@ -71,21 +71,21 @@ def warnings(train: TrainConfig, manifest: LatentManifest, reads_text: bool) -> 
     return lines
 
 
-def check_resources(train: TrainConfig, takes: Estimate, steps: int, memory: int, disk: int) -> list[str]:
+def check_resources(train: TrainConfig, needs: Estimate, steps: int, memory: int, disk: int) -> list[str]:
     """Return a line per resource that is too small: free bytes of memory and disk, or 30 days for `steps`.
 
     Raises:
         ValueError: a resource is too small, and `train.check_resources` is true.
     """
     problems = []
-    if takes.memory > memory:
-        needed = f"about {_gib(takes.memory)} of memory are needed, {_gib(memory)} are free"
+    if needs.memory > memory:
+        needed = f"about {_gib(needs.memory)} of memory are needed, {_gib(memory)} are free"
         problems.append(f"{needed}: choose a smaller model/size")
-    if takes.checkpoints > disk:
-        needed = f"about {_gib(takes.checkpoints)} of disk are needed for checkpoints, {_gib(disk)} are free"
+    if needs.checkpoints > disk:
+        needed = f"about {_gib(needs.checkpoints)} of disk are needed for checkpoints, {_gib(disk)} are free"
         fewer = " or raise train.milestone_every" if train.milestone_every else ""
         problems.append(f"{needed}: lower train.keep_last{fewer}")
-    if (sec := steps * takes.step_sec) > TOO_LONG_SEC:
+    if (sec := steps * needs.step_sec) > TOO_LONG_SEC:
         rule = "choose a smaller model/size or fewer steps"
         problems.append(f"this would take about {duration(sec)} here: {rule}")
     if problems and train.check_resources:
@@ -116,12 +116,12 @@ def _condition(experiment: Experiment) -> str:
     return f"captions of {net.text.num_tokens} tokens as {way}"
 
 
-def _length(train: TrainConfig, manifest: LatentManifest, resumed_step: int, takes: Estimate) -> list[str]:
+def _length(train: TrainConfig, manifest: LatentManifest, resumed_step: int, needs: Estimate) -> list[str]:
     total_steps = train.total_steps
     entries = f"{manifest.num_trained} training entries, {manifest.num_held_out} held out"
     entries += f", {manifest.contents}" + (", with horizontal flips" if manifest.hflip else "")
     epochs = f"{total_steps * train.batch_size / manifest.num_trained:.3g} epochs"
-    time = f"about {duration((total_steps - resumed_step) * takes.step_sec)}"
+    time = f"about {duration((total_steps - resumed_step) * needs.step_sec)}"
     return [
         f"data       {entries}",
         f"length     {total_steps} steps, {epochs}, a checkpoint every {train.save_every} steps: {time}",

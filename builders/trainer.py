@@ -150,7 +150,7 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
         else None,
     )
     trainer.resume_newest()
-    # Processes that share weights would have to run out of memory together.
+    # Not with shared weights: if one process ran out of memory in the check, the others would wait for it.
     if train.parallel != "ddp" or (trainer.step and "speed_check" in run.manifest()):
         trainer.speed_check = None
     launch.barrier()  # all ranks have read the files that the first rank changes
@@ -218,13 +218,13 @@ def _start_writing(
         "scores": [evaluator.describe() for _, evaluator in evaluators],
     }
     details["changes"] = changes(run.manifest(), details) if trainer.step else []
-    takes = estimate(experiment, resolved, cost, launch, drawing_flops(evaluators))
+    needs = estimate(experiment, resolved, cost, launch, drawing_flops(evaluators))
     left, disk = train.total_steps - trainer.step, free_disk(trainer.checkpoints.folder)
-    short = check_resources(train, takes, left, memory, disk)
+    short = check_resources(train, needs, left, memory, disk)
     run.record_start(experiment.written, details, trainer.step)
     tracker = experiment.tracker and experiment.tracker.bind()()
     trainer.recorder.open(tracker, flatten(experiment.written))
-    print(summary(experiment, resolved, details, cost, trainer.step, dataset.manifest, takes), flush=True)
+    print(summary(experiment, resolved, details, cost, trainer.step, dataset.manifest, needs), flush=True)
     for line in (*warnings(train, dataset.manifest, experiment.meta_net.text is not None), *short):
         print(f"warning: {line}", flush=True)
 
@@ -236,8 +236,8 @@ def _load_init(net: nn.Module, experiment: Experiment, run: RunFolder) -> dict[s
     label_table = train.init_from_label_table
     loaded = {**load_weights(net, train.init_from, label_table), "label_table": label_table}
     file = Path(loaded["file"])
-    was, is_now = precond_of(file, train.init_from_objective).written, experiment.precond_node.written
-    return {**loaded, "precond": was, "other_objective": was != is_now, "sha256": sha256(file)}
+    source, target = precond_of(file, train.init_from_objective).written, experiment.precond_node.written
+    return {**loaded, "precond": source, "other_objective": source != target, "sha256": sha256(file)}
 
 
 def _prepare(

@@ -41,8 +41,8 @@ class Backbone(nn.Module):
         routes: routes in layer order; (): none.
         blocks: the blocks that routes count.
         inner_head: index of the block after which F_x is predicted, too; None: no second prediction.
-        projected: after a forward in `train()` mode, the output of the projector for each token, and which
-            tokens (N, T) bool the block processed, None: all. None: no projector.
+        projected: after a forward in `train()` mode, the projector's output for each token, and a bool mask
+            (N, T) of the tokens that the block processed, or None if it processed all. None: no projector.
     """
 
     latent_shape: tuple[int, int, int]

@@ -83,7 +83,7 @@ class DiTBlock(nn.Module):
 
 
 class SelfLogitBlock(DiTBlock):
-    """DiT block that corrects a token's own logit while others are missing: it weighs itself one of N."""
+    """DiT block that corrects each token's attention to itself in a window to its weight among all tokens."""
 
     allows_prefix = False
 

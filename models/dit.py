@@ -304,15 +304,15 @@ class DiT(Backbone):
                         other = start_route(x, ids_other), ids_other
                     if self.window != "context":
                         x = start_route(x, ids_keep)  # (N, P + K, D)
-                        arguments = (*self._at(ids_keep, c), *caption)
+                        arguments = (*self._gather_inputs(ids_keep, c), *caption)
             if not skipping:
                 x = self._run(block, x, *arguments, fp32=after_route and self.fp32_after_route)
                 if other is not None:
-                    other_arguments = (*self._at(other[1], c), *caption)
+                    other_arguments = (*self._gather_inputs(other[1], c), *caption)
                     other = self._run(block, other[0], *other_arguments, fp32=False), other[1]
             after_route = False
             if idx in (self.inner_head, self.projector_block):
-                tokens = self._whole(x, ids_keep, original, other)[:, P:]  # (N, T, D)
+                tokens = self._full_sequence(x, ids_keep, original, other)[:, P:]  # (N, T, D)
                 inner = tokens if idx == self.inner_head else inner
                 if self.training and self.projector is not None and idx == self.projector_block:
                     self.projected = self.projector(tokens), self._is_kept(ids_keep, skipping, tokens)
@@ -352,7 +352,7 @@ class DiT(Backbone):
             last += T * self.head.embedding_flops + of_head
         text = 0 if self.text_embedder is None else self.text_embedder.flops()
         forward = first + text + linear_flops(self.t_embedder.mlp[2]) + sum(blocks) + rejoins + last
-        # Backward: gradients of weights and inputs cost a forward each; the first layers need the former.
+        # Backward: a forward each for gradients of weights and of inputs, which the first layers do not need.
         recomputed = sum(blocks) + of_head if self.gradient_checkpointing else 0
         training = 3 * forward - first + recomputed
         if self.projector is not None:
@@ -361,12 +361,12 @@ class DiT(Backbone):
         fp32 = sum(blocks[idx] for idx in after if idx < len(blocks)) if self.fp32_after_route else 0
         return Flops(forward, training, (4 if self.gradient_checkpointing else 3) * fp32)
 
-    def _at(self, ids: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _gather_inputs(self, ids: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gather the conditioning and the position table of the tokens at positions `ids` (N, K)."""
         positions = None if self.positions is None else gather_tokens(self.positions, ids)
         return (c if c.shape[1] == 1 else gather_tokens(c, ids)), positions
 
-    def _whole(
+    def _full_sequence(
         self,
         x: torch.Tensor,
         ids_keep: torch.Tensor | None,

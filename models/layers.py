@@ -59,7 +59,7 @@ class Attention(nn.Module):
         attention: `sdpa`: torch's fused kernel; `explicit`: two matrix products with a softmax in fp32
             between them; `auto`: chosen by device and precision, see `resolve_attention`.
         qk_norm: RMSNorm of queries and keys, with a learned scale for each channel of a head.
-        full_length: N: correct each token's own logit in sequences that are shorter; None: do not.
+        full_length: N; in shorter sequences each token's own logit is corrected. None: no correction.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class Attention(nn.Module):
         return self.proj(x.transpose(1, 2).reshape(N, L, D))
 
     def _bias(self, length: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return the bias (L, L) of the logits. With it, a token weighs itself as among N tokens."""
+        """Return the bias (L, L) that gives each token's own logit the weight that it has among N tokens."""
         if self.full_length is None or not 1 < length < self.full_length:
             return None
         # log((K - 1) / (N - 1)) on the diagonal
-        own = math.log((length - 1) / (self.full_length - 1))
-        return own * torch.eye(length, dtype=like.dtype, device=like.device)
+        correction = math.log((length - 1) / (self.full_length - 1))
+        return correction * torch.eye(length, dtype=like.dtype, device=like.device)
 
     def flops(self, length: int) -> int:
         """Return the FLOPs of the matrix products for one sample."""

@@ -1,7 +1,7 @@
 """A shallow and wide transformer after the blocks, for latents with many channels. [DDT] [RAE]
 
-The blocks read the latents at one width; the head reads them again at another, and every token is modulated
-by what the blocks made of it. Published for RAE: 2 blocks of width 2048 after 28 of 1152.
+The blocks read the latents at one width; the head reads them again at another, and the blocks' output for
+a token modulates it there. Published for RAE: 2 blocks of width 2048 after 28 of 1152.
 
 Shapes: N samples, T tokens, D channels of the blocks, W of the head.
 """
@@ -70,7 +70,7 @@ class WideHead(nn.Module):
         """
         # c = W_s silu(t + s), [DDT]
         c = self.projector(F.silu(t + s))  # (N, T, W)
-        x = self.x_embedder(latents).to(self.projector.weight.dtype)  # fp32: of the residual stream
+        x = self.x_embedder(latents).to(self.projector.weight.dtype)  # fp32, like the residual stream
         if self.pos_embed is not None:
             x = x + self.pos_embed
         for block in self.blocks:

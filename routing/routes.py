@@ -76,21 +76,21 @@ class Routing:
             raise ValueError(f"force_keep={self.force_keep!r} must be a tensor")
 
     def ratios(self, routes: Sequence[Route], active: bool) -> tuple[float, ...]:
-        """Return the ratio of each route. If none was given: its own if `active`, else 0.
+        """Return the ratio of each route. If `selection_ratio` is None: its own if `active`, else 0.
 
         Raises:
             ValueError: a ratio is outside [0, 1], or the number of ratios is not the number of routes.
         """
-        given = self.selection_ratio
-        if given is None:
+        ratio = self.selection_ratio
+        if ratio is None:
             return tuple(route.selection_ratio if active else 0.0 for route in routes)
-        values = tuple(given) if isinstance(given, Sequence) else (given,)
-        ratios = values if isinstance(given, Sequence) else values * len(routes)
+        values = tuple(ratio) if isinstance(ratio, Sequence) else (ratio,)
+        ratios = values if isinstance(ratio, Sequence) else values * len(routes)
         are_numbers = all(isinstance(value, Real) and not isinstance(value, bool) for value in values)
         fits = are_numbers and len(ratios) == len(routes) and (routes or not any(values))
         if not (fits and all(0 <= ratio <= 1 for ratio in ratios)):
             allowed = f"one number for all routes, or one for each of {len(routes)}"
-            raise ValueError(f"selection_ratio={given!r} must be in [0, 1]: {allowed}")
+            raise ValueError(f"selection_ratio={ratio!r} must be in [0, 1]: {allowed}")
         return ratios
 
     def ids_keep(

@@ -90,12 +90,12 @@ def run_main(main: Callable[[], None]) -> None:
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing
     arguments = sys.argv[1:]
-    start_sweep(arguments)  # Hydra finds out whether it is one
+    start_sweep(arguments)  # also if this is not a sweep: only Hydra can tell
     try:
-        by_hydra = hasattr(main, "__wrapped__")  # other programs parse their own arguments
-        if by_hydra:
+        uses_hydra = hasattr(main, "__wrapped__")  # other programs parse their own arguments
+        if uses_hydra:
             sys.argv[1:] = options_first(arguments)
-        with explained_help() if by_hydra and {"--help", "-h"} & {*arguments} else nullcontext():
+        with explained_help() if uses_hydra and {"--help", "-h"} & {*arguments} else nullcontext():
             main()
     except (UserError, HydraException, OmegaConfBaseException, ValueError) as error:
         _end_sweep()  # a sweeper fails if all jobs failed

@@ -30,11 +30,11 @@ def check_launcher() -> None:
             raise ValueError(f"{name}={value}: {instead}: {remedy}")
 
 
-def check_precision(given: str, precision: str) -> None:
-    """Raise a ValueError if the launcher sets another precision than the `given` key."""
+def check_precision(setting: str, precision: str) -> None:
+    """Raise a ValueError if the launcher sets another precision; `setting` starts the message."""
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()  # "no" is also the default
     if launched not in ("no", precision):
-        raise ValueError(f"{given}, but the launcher sets {launched}: they must agree")
+        raise ValueError(f"{setting}, but the launcher sets {launched}: they must agree")
 
 
 def recorded_variables() -> dict[str, str]:
@@ -47,9 +47,9 @@ def threads_are_chosen() -> bool:
 
     Launchers set OMP_NUM_THREADS=1 in their processes unless the user has set it.
     """
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given != "1" or not any(name in os.environ for name in LAUNCHERS):
-        return bool(given or os.environ.get("MKL_NUM_THREADS"))
+    num_threads = os.environ.get("OMP_NUM_THREADS", "")
+    if num_threads != "1" or not any(name in os.environ for name in LAUNCHERS):
+        return bool(num_threads or os.environ.get("MKL_NUM_THREADS"))
     for process in psutil.Process().parents():
         try:
             environment, command = process.environ(), " ".join(process.cmdline())

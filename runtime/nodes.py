@@ -90,26 +90,26 @@ def _read(group: Any, key: str, extra: Mapping[str, tuple[str, ...]]) -> Any:
     return Node(key, function, arguments, group)
 
 
-def check_arguments(key: str, target: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+def check_arguments(key: str, target: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Check names and types of arguments against a signature, and return them converted."""
     parameters = inspect.signature(target).parameters
     # Parameters before / come from the caller.
     parameters = {n: p for n, p in parameters.items() if p.kind is not inspect.Parameter.POSITIONAL_ONLY}
     hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in parameters:
             hint = did_you_mean(name, parameters) or f": {target.__name__} takes {', '.join(parameters)}"
             raise ValueError(f"{key}.{name}={value} is not known{hint}")
     checked = {}
     for name, parameter in parameters.items():
         plain = _plain(hints.get(name, Any))
-        if name in given:
+        if name in arguments:
             schema = make_dataclass("Argument", [(name, plain)])
             try:
-                converted = OmegaConf.structured(schema(given[name]))
+                converted = OmegaConf.structured(schema(arguments[name]))
                 checked[name] = cast(dict[str, Any], OmegaConf.to_container(converted))[name]
             except OmegaConfBaseException as error:
-                full_key, value, expected = name, given[name], hints[name]
+                full_key, value, expected = name, arguments[name], hints[name]
                 if error.full_key and error.full_key != name:  # an item of a list or a dictionary
                     full_key, value, expected = error.full_key, error.value, typing.get_args(expected)[-1]
                 expected = getattr(expected, "__name__", expected)

@@ -65,7 +65,7 @@ class PartCache:
         file = self.path / KEY
         if self.path.is_symlink():
             raise ValueError(f"{self.path} is a link, must be a folder: remove it")
-        with explained(file):
+        with resume_hint(file):
             self.path.mkdir(parents=True, exist_ok=True)
             if not file.exists():
                 write_json(file, self.key)
@@ -98,7 +98,7 @@ class PartCache:
 
     def write(self, i: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write a part."""
-        with explained(self.file(i)), atomic_write(self.file(i)) as partial:
+        with resume_hint(self.file(i)), atomic_write(self.file(i)) as partial:
             np.savez(partial, **arrays)  # pyright: ignore[reportArgumentType]  no array is allow_pickle
 
     def read(self, i: int, *names: str) -> Arrays:
@@ -210,8 +210,8 @@ def check_room(out: Path, num_bytes: int) -> None:
 
 
 @contextmanager
-def explained(file: Path) -> Iterator[None]:
-    """Add to errors of the disk that the job can resume."""
+def resume_hint(file: Path) -> Iterator[None]:
+    """Add to an OSError that the job can resume."""
     try:
         yield
     except OSError as error:

@@ -88,7 +88,7 @@ class CheckpointFolder:
             file = checkpoint / f"{name}.safetensors"
             like = part.parameters() if isinstance(part, Optimizer) else _split(part.state_dict())[0]
             tensors = load_file(file) if file.exists() else {}
-            tensors = {key: part_of(tensor, _place(like, key, tensor)) for key, tensor in tensors.items()}
+            tensors = {key: part_of(tensor, _template(like, key, tensor)) for key, tensor in tensors.items()}
             tensors |= _read_shards(checkpoint, name, like)
             part.load_state_dict(_merge(tensors, state[name]))
         return state["step"]
@@ -160,7 +160,7 @@ class CheckpointFolder:
         except (OSError, SafetensorError) as error:  # safetensors raises its own error for a full disk
             shutil.rmtree(partial, ignore_errors=True)
             raise error if isinstance(error, OSError) else OSError(str(error)) from error
-        for stale in (final, *self.folder.glob(f"{final.name}_std*")):  # averages made of an earlier step
+        for stale in (final, *self.folder.glob(f"{final.name}_std*")):  # averages of the replaced checkpoint
             _discard(stale)
         partial.rename(final)
         sync(self.folder)
@@ -222,14 +222,14 @@ def intact_hint(damaged: Path, names: Iterable[str]) -> str:
     return "the run has no other intact checkpoint"
 
 
-def _place(like: Mapping[str, torch.Tensor], key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as which a tensor is sharded: the one of its name, or the parameter of its state."""
-    found = like.get(key, like.get(key.rpartition("/")[0], tensor))
-    return found if found.shape == tensor.shape else tensor
+def _template(like: Mapping[str, torch.Tensor], key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor whose sharding to copy: the one of this key, or the optimizer state's parameter."""
+    template = like.get(key, like.get(key.rpartition("/")[0], tensor))
+    return template if template.shape == tensor.shape else tensor
 
 
 def _read_shards(checkpoint: Path, name: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Read the sharded tensors of a part, each placed as this process needs it."""
+    """Read the sharded tensors of a part, each sharded as this process needs it."""
     if not list(checkpoint.glob("shard-*.safetensors")):
         return {}
     import torch.distributed.checkpoint as dcp
@@ -239,10 +239,10 @@ def _read_shards(checkpoint: Path, name: str, like: Mapping[str, torch.Tensor]) 
     blank = {key: torch.empty(saved[key].size, device="meta") for key in saved if key.startswith(prefix)}
     if not blank:
         return {}
-    places = {key: _place(like, key.removeprefix(prefix), tensor) for key, tensor in blank.items()}
+    templates = {key: _template(like, key.removeprefix(prefix), tensor) for key, tensor in blank.items()}
     tensors = {
-        key: torch.empty(p.shape) if p.is_meta else torch.empty_like(p, requires_grad=False)
-        for key, p in places.items()
+        key: torch.empty(t.shape) if t.is_meta else torch.empty_like(t, requires_grad=False)
+        for key, t in templates.items()
     }
     try:
         dcp.load(tensors, storage_reader=reader, no_dist=not is_initialized())
@@ -252,8 +252,8 @@ def _read_shards(checkpoint: Path, name: str, like: Mapping[str, torch.Tensor]) 
 
 
 def _cause_of(error: Any) -> BaseException:
-    """Return the error behind a CheckpointException, whose text has all tracebacks: an OSError if
-    all errors are of the disk, otherwise the first other one.
+    """Return the error behind a CheckpointException, whose own text has all tracebacks: the first that is not
+    an error of the disk, or else an OSError.
     """
     causes = [cause for cause, _ in error.failures.values()]
     of_disk = (OSError, SafetensorError)  # safetensors raises its own error for a full disk

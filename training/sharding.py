@@ -101,7 +101,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """Return a sharded tensor as a plain one, which all processes must call; other tensors unchanged."""
+    """Return a sharded tensor as a plain one (collective); other tensors unchanged."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 

@@ -31,8 +31,8 @@ class StopRequest:
     """
 
     def __init__(self, max_time_sec: float | None):
-        started = psutil.Process().create_time()
-        self._ends = None if max_time_sec is None else started + max_time_sec
+        start_time = psutil.Process().create_time()
+        self._deadline = None if max_time_sec is None else start_time + max_time_sec
         self._launcher = os.getppid() if any(os.environ.get(name) for name in LAUNCHED) else None
         self._signal: str | None = None
         self.has_trained = False  # set after the first step; before it, Ctrl-C has nothing to save
@@ -85,7 +85,7 @@ class StopRequest:
             return self._signal
         if self._launcher is not None and os.getppid() != self._launcher:
             return "the launcher is gone"
-        if self._ends is not None and time.time() + reserve_sec >= self._ends:
+        if self._deadline is not None and time.time() + reserve_sec >= self._deadline:
             return TIME_LIMIT
         return ""
 

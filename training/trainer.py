@@ -215,7 +215,7 @@ class Trainer:
             return reason
         self.clock.pause()
         if save:
-            self._save(must=bool(last or reason))
+            self._save(required=bool(last or reason))
         if unlogged and not reason:
             self.log_training()  # after the save, so that a longer run resumes without this line
         values = {}
@@ -224,7 +224,7 @@ class Trainer:
             reason = reason or self._stop_reason(evaluation=True)
             if reason:
                 if self.step > self.saved_step:
-                    self._save(must=True)
+                    self._save(required=True)
                 return reason
             self.recorder.check_place()  # evaluators write to the folder
             with self.recorder.doing("evaluate"), self.clock.timing("evaluation"), gathered(*self.networks):
@@ -248,8 +248,8 @@ class Trainer:
         reserve_sec = self.clock.reserve_sec(self.step - self.first_step, evaluation)
         return self.stop.agreed(reserve_sec + self.recorder.closing_sec, now=evaluation)
 
-    def _save(self, must: bool) -> None:
-        """Save; if that fails, raise if `must`, else warn and continue: the disk may have room later."""
+    def _save(self, required: bool) -> None:
+        """Save; if that fails, raise if `required`, else warn and continue: the disk may have room later."""
         self.recorder.check_place()
         try:
             # SYNC: all tensors are copied to the host.
@@ -259,6 +259,6 @@ class Trainer:
         except OSError as error:
             last = self.saved_step and f"the last checkpoint is step {self.saved_step}"
             message = f"cannot save step {self.step}: {error}; {last or 'the run has no checkpoint yet'}"
-            if must:
+            if required:
                 raise OSError(message) from error
             self.recorder.show(f"warning: {message}. Training continues and tries again at the next save")

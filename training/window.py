@@ -154,15 +154,15 @@ class Window:
         """
         rows = [*map(_merge_ranks, zip(*self._gathered_rows().tolist(), strict=True))]
         events, first_skipped = {"skipped_steps": [], "loss_spikes": []}, None
-        for at, row in enumerate(rows, start=step - len(rows) + 1):
+        for number, row in enumerate(rows, start=step - len(rows) + 1):
             self.num_in_row = self.num_in_row + 1 if row[SKIPPED] else 0
             if row[SKIPPED]:
-                events["skipped_steps"].append({"step": at, "entries": self._largest(at, row)})
+                events["skipped_steps"].append({"step": number, "entries": self._worst_entries(number, row)})
             elif self._is_spike(loss := row[0]):
-                spike = {"step": at, "loss": loss, "entries": self._largest(at, row)}
+                spike = {"step": number, "loss": loss, "entries": self._worst_entries(number, row)}
                 events["loss_spikes"].append(spike)
             if self.num_in_row >= self.max_skipped_steps:
-                first_skipped = at - self.num_in_row + 1
+                first_skipped = number - self.num_in_row + 1
         if first_skipped is not None:
             entries = self.batches.entries(first_skipped - 1)
             more = " and more" if len(entries) > MAX_ENTRIES else ""
@@ -215,7 +215,7 @@ class Window:
         self.variance = (1 - weight) * (self.variance + weight * delta**2)
         return is_spike
 
-    def _largest(self, step: int, row: Sequence[float]) -> list[int]:
+    def _worst_entries(self, step: int, row: Sequence[float]) -> list[int]:
         entries = self.batches.entries(step - 1)
         return [entries[int(index)] for index in row[INDICES:] if index != EMPTY]
 

@@ -106,11 +106,11 @@ class BlockList:
         Args:
             block: name of the block in error messages.
         """
-        given = {key: arguments[key] for key in self.by_token if arguments.get(key) is not None}
         gathered = {}
-        for key, value in given.items():
-            with prefix_errors(f"{key} of {block}"):
-                gathered[key] = self.by_token[key](value, kept)
+        for key, gather in self.by_token.items():
+            if (value := arguments.get(key)) is not None:
+                with prefix_errors(f"{key} of {block}"):
+                    gathered[key] = gather(value, kept)
         return {**arguments, **gathered}
 
 

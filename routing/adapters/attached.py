@@ -283,8 +283,8 @@ class _Window:
         original = x[:, self.num_prefix_tokens :] if spec.joint else x  # (N, T + S, D)
         self.num_tokens = original.shape[1] - self.num_suffix_tokens[spec.name]
         generator = torch.Generator(x.device).manual_seed(self.seed)
-        chosen_for = original[: 1 if self.adapter.one_subset else None, : self.num_tokens]
-        self.ids_keep = self.draw(chosen_for, generator=generator).expand(len(original), -1)
+        router_input = original[: 1 if self.adapter.one_subset else None, : self.num_tokens]
+        self.ids_keep = self.draw(router_input, generator=generator).expand(len(original), -1)
         self.original = None if self.adapter.whole_between_blocks else original
 
     def kept(self, spec: BlockList) -> TokenSelection:
@@ -396,13 +396,13 @@ class _RoutedBlock:
                 "set use_reentrant=False"
             )
         names, rest = self._layer.names, [self._layer.rest] * len(args)
-        given = [*zip((*names, *rest), args, strict=False), *kwargs.items()]
-        for key, value in given:
+        arguments = [*zip((*names, *rest), args, strict=False), *kwargs.items()]
+        for key, value in arguments:
             if key not in (spec.tokens, *spec.by_token, *spec.shared) and value is not None:
                 raise ValueError(
                     f"{key} of {name} is not supported with routing: the adapter does not name it"
                 )
-        values = dict(given)
+        values = dict(arguments)
         x = spec.batch_first(values[spec.tokens])
         if self._idx == first:
             window.start(x, spec)

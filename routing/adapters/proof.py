@@ -24,7 +24,7 @@ from routing.routes import Route, Routing
 from routing.tokens import num_tokens_kept
 
 # Fractions of the change that routes make.
-EXACT = 1e-9  # no other way to hide keys is tried below it
+EXACT = 1e-9  # an error below it ends the search for the way to hide keys
 MAX_ERROR = 0.01  # rounding in bf16 stays below it; in fp64 the error of a correct adapter is below 1e-9
 MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)  # torch's own layers call it
 
@@ -59,19 +59,19 @@ class _HiddenKeys(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:  # (L, N, D)
-            given = MULTI_HEAD.bind(*args, **kwargs).arguments
-            query, padding = given["query"], given.get("key_padding_mask")  # torch's layers pass floats
-            hidden = self._keys(len(query), len(given["key"]), query.shape[1])
+            inputs = MULTI_HEAD.bind(*args, **kwargs).arguments
+            query, padding = inputs["query"], inputs.get("key_padding_mask")  # torch's layers pass floats
+            hidden = self._keys(len(query), len(inputs["key"]), query.shape[1])
             if hidden is not None:
-                return func(**{**given, "key_padding_mask": _hide(padding, hidden, query[0])})
+                return func(**{**inputs, "key_padding_mask": _hide(padding, hidden, query[0])})
         if func is F.scaled_dot_product_attention:  # (N, ..., L, D)
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            query = given["query"]
-            sizes = query.shape[-2], given["key"].shape[-2], len(query)
-            hidden = None if given.get("is_causal") else self._keys(*sizes)
+            inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+            query = inputs["query"]
+            sizes = query.shape[-2], inputs["key"].shape[-2], len(query)
+            hidden = None if inputs.get("is_causal") else self._keys(*sizes)
             if hidden is not None:
-                return func(**{**given, "attn_mask": _hide(given.get("attn_mask"), hidden, query)})
+                return func(**{**inputs, "attn_mask": _hide(inputs.get("attn_mask"), hidden, query)})
         return func(*args, **kwargs)
 
     def _keys(self, num_queries: int, num_keys: int, num_samples: int) -> torch.Tensor | None:

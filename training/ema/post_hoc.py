@@ -7,8 +7,8 @@ A training keeps averages of two widths, and its milestones are the snapshots:
     python fid.py -m run=runs/NAME checkpoint=std0.03,std0.08 guidance=cfg guidance_scale=1,1.5
 
 The average at time t weighs the weights of time s by (s / t)^gamma. Its width is the standard deviation of
-this profile over t. The second line writes the combinations of snapshots whose profiles are nearest to two
-widths as checkpoints; the third does so if they are missing.
+this profile over t. For each of two widths, the second line writes the combination of snapshots that is
+nearest to its profile, as a checkpoint; the third line does so for checkpoints that are missing.
 """
 
 from collections.abc import Sequence
