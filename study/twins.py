@@ -100,7 +100,7 @@ FINITE = (*DEEP, "model.patch_size=2")
 DIGITS = {"data": "digits", "arms": TWINS | NO_REMOVAL | TOKEN_DROP}
 DIGITS |= {"seeds": (0, 1, 2, 3, 4), "scales": (1.5, 2.0)}
 MIXTURE = {"data": "mixture", "arms": TWINS | NO_REMOVAL | MECHANISM}
-MIXTURE |= {"steps": 20_000, "lr": 0.004, "search_steps": 5000}
+MIXTURE |= {"steps": 10_000, "lr": 0.004, "search_steps": 5000, "search_seeds": (100,)}
 S_4 = ("model/size=s_4", "ema.decay=0.999", "train.batch_size=64", "train.num_workers=0", *STABLE)
 S_2 = ("ema.decay=0.999", "train.grad_clip=1", "optimizer.warmup_steps=500")
 ON_GPU = {"data": "glyphs", "task": S_2, "arms": TWINS, "lr": 5e-4, "search_seeds": (), "seeds": (0, 1)}
@@ -117,7 +117,7 @@ STUDIES = {
     "mixture-64": Study(task=DEEP, **MIXTURE),
     "mixture-256": Study(task=(*DEEP, "data.input_size=16"), **MIXTURE),
     "glyphs-50k": Study(
-        *("glyphs", S_4, TWINS | NO_REMOVAL, 50_000, 0.002, 5000, (100,)), scales=(1.5, 2.0, 3.0)
+        *("glyphs", S_4, TWINS | NO_REMOVAL, 50_000, 0.002, 5000, (100,)), scales=(1.5, 2.0, 3.0), gpu=True
     ),
     "glyphs-s2": Study(steps=8000, evaluations=4, **ON_GPU),
     "glyphs-s2-32k": Study(steps=32_000, evaluations=16, **ON_GPU),
@@ -172,14 +172,21 @@ for tokens, side in ((64, 32), (256, 64), (1024, 128)):
         **FIVE_SEEDS,
     )
 # 32 pixels again, long enough to follow captions; their kinds as classes, to compare with.
+CAPTION_TASK = {
+    "data": "scenes",
+    "task": ("model.hidden_size=96", "model.num_heads=3", *CAPTIONED),
+    "lr": 0.005,
+}
+CAPTION_TASK |= {"search_seeds": (), "noises": 1, "num_steps": 10}
 STUDIES["captions-64"] = Study(
-    *("scenes", ("model.hidden_size=96", "model.num_heads=3", *CAPTIONED)),
-    *({arm: keys for arms in CONDITIONED.values() for arm, keys in arms.items()}, 2000, 0.005),
-    **FIVE_SEEDS | {"seeds": (0, 1, 2), "evaluations": 10},
-    noises=1,
-    scales=(2.0,),
-    num_samples=350,
-    num_steps=10,
+    arms={arm: keys for arms in CONDITIONED.values() for arm, keys in arms.items()},
+    **CAPTION_TASK | {"steps": 2000, "evaluations": 10, "scales": (2.0,), "num_samples": 350},
+)
+# Eight times as long.
+STUDIES["captions-16k"] = Study(
+    arms=CONDITIONED["prefix"]
+    | {"no removal, prefix": (*NO_REMOVAL["no removal"], "model/conditioning=prefix")},
+    **CAPTION_TASK | {"steps": 16_000, "evaluations": 16, "scales": (1.5, 2.0, 3.0), "num_samples": 700},
 )
 TINY = ("model.hidden_size=32", "train.batch_size=4", "train.log_every=1", "train.compile=false")
 TINY += ("optimizer.warmup_steps=0", "model.num_heads=2")
