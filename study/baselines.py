@@ -30,12 +30,15 @@ from runtime.provenance import environment
 from study.twins import LOSS, NUM_SAMPLES, STUDIES
 
 MAX_DIMENSIONS = 4096  # of Gaussians, whose covariances take hours beyond
+# Studies with the data of another study.
+SAME_DATA = {"depth": "mixture", "width": "mixture", "backbones": "digits", "captions-16k": "captions-64"}
+SAME_DATA |= {"glyphs-s2": "glyphs-50k", "glyphs-s2-32k": "glyphs-50k"}
 TASKS = {"digits": ("data=digits",), "mixture": ("data=mixture",)}
 TASKS |= {"glyphs": ("data=glyphs", "data.num_images=32768")}
 TASKS |= {
     name: (f"data={study.data}", *(key for key in study.task if key.startswith(("data.", "diffusion"))))
     for name, study in STUDIES.items()
-    if not study.gpu
+    if name not in SAME_DATA
 }
 
 

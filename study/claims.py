@@ -23,6 +23,7 @@ from benchmarks.results import markdown, read_environment, read_results
 from reports.effects import Effect, effect_of
 from runtime.files import atomic_write, write_text
 from runtime.provenance import PROJECT
+from study.baselines import SAME_DATA
 from study.records import DISTANCES, EXCESS, RATIOS, Records, compare, holm, score_of
 from study.twins import LOSS, STACKED, STUDIES, TWINS, UNGUIDED, search_losses
 
@@ -33,8 +34,6 @@ ALPHA, MIN_GAIN, MIN_PRECISION = 0.05, 0.3, 0.3  # of a claim; of gates b and c
 SAMPLE_SCORES = (*DISTANCES, "label_accuracy", "precision", "recall")  # scores that gates b and c judge
 SCORES = (LOSS, EXCESS, "sharpening", "train_loss", "memorised", "accuracy", *SAMPLE_SCORES)
 REAL = ("real held-out", "real training")  # baselines of real images
-SAME_DATA = {"depth": "mixture", "width": "mixture", "backbones": "digits", "captions-16k": "captions-64"}
-SAME_DATA |= {name: "glyphs-50k" for name, study in STUDIES.items() if study.gpu}
 ROUNDING = 1e-9  # distances of a set to itself
 FIGURE = "assets/twins.png"
 FIGURE_STUDY, STACKS = "digits-200", "stacks-256"

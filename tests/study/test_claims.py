@@ -245,7 +245,7 @@ def test_a_task_that_fails_a_gate_judges_nothing(folder, header):
 
 
 def test_every_study_has_baselines_of_its_data():
-    """Studies of a GPU take those of the same glyphs."""
+    """Studies of the same data share them."""
     for name, study in STUDIES.items():
         baselines = TASKS[claims.SAME_DATA.get(name, name)]
         assert f"data={study.data}" in baselines
