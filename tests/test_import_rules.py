@@ -236,7 +236,7 @@ BUDGET = {
     "reports": 820,  # differences and the noise of retraining
     "routing": 2850,  # what pipelines pass; rows; types of routes and ratios
     "runtime": 2255,  # scenes, language models, prompts; 75 explain --help and misspelt options; nodes, parts
-    "study": 1731,  # longer trainings; a table of the scenes; baselines, gates, searched rates; a self-supervised encoder
+    "study": 1731,  # longer trainings, a table of the scenes; baselines, gates, searches; an encoder
     "tests": 25080,
     "training": 2940,  # sharded weights and checkpoints, errors of one rank; alignment, averages of any width
 }
