@@ -22,7 +22,7 @@ from runtime.lock import TRY_AGAIN
 from runtime.machine import start_process
 from training.fit import run_training
 from training.run_folder import RunFolder, depends_on_total_steps
-from training.stopping import INTERRUPT, pass_on
+from training.stopping import INTERRUPT, notify_submitit
 from training.trainer import Trainer
 
 register("train", Config)
@@ -62,7 +62,7 @@ def main(cfg: DictConfig) -> float | None:
 def fit(trainer: Trainer, run: RunFolder) -> None:
     """Train to the end; exit if the training is stopped."""
     if reason := run_training(trainer, run):
-        pass_on(reason)
+        notify_submitit(reason)
         raise SystemExit(INTERRUPTED if reason == INTERRUPT else TRY_AGAIN)
     of_text = ' prompt="..."' if trainer.net.text else ""
     sample = f"python sample.py run={run.path}{of_text} num_samples=500"

@@ -98,7 +98,7 @@ def main() -> None:
     ]
     if request.here:
         sys.exit(run_stage(*calls[0]))
-    ends = {call[0]: run_apart(*call) for call in calls}
+    ends = {call[0]: launch_stage(*call) for call in calls}
     for name, end in ends.items():
         print(f"\n{name}: {end}")
         for file in request.out.glob(f"gpu_{name}_*.csv"):
@@ -106,7 +106,7 @@ def main() -> None:
     sys.exit(any(end != "done" for end in ends.values()))
 
 
-def run_apart(name: str, out: Path, tiny: bool, limit_sec: float, again: bool = False) -> str:
+def launch_stage(name: str, out: Path, tiny: bool, limit_sec: float, again: bool = False) -> str:
     """Run a stage in a separate process, so that stages cannot break each other. Return its end in words."""
     here = ("benchmarks.gpu", name, "--here", f"--limit={limit_sec:g}", *["--again"] * again)
     module, *arguments = PROGRAMS.get(name, here)

@@ -35,7 +35,7 @@ SIZES = {
     "cuda": {"as sample.py": (*LATENTS, "model/size=xl_2")},
 }
 # Keys of sample.py; {}: its defaults.
-WAYS = {
+REQUESTS = {
     "eager": {"mixed_precision": "no", "compile": "false", "batch_size": 100},
     "default": {},
     "default, guided": {},
@@ -63,11 +63,11 @@ def plan(device: torch.device, tiny: bool) -> dict[str, Callable[[], Rows]]:
 
 
 def measure(size: tuple[str, ...], device: torch.device, repeats: int, turn_sec: float) -> Rows:
-    """Time a few steps of each of WAYS in turn, each in a separate process. Return a row for each."""
+    """Time a few steps of each request in turn, each in a separate process. Return a row for each."""
     peak, _ = peaks_of(device)["bf16"]
     with ExitStack() as stack:
         workers = {}
-        for name, request in WAYS.items():
+        for name, request in REQUESTS.items():
             arguments = (size, request, "guided" in name, turn_sec)
             workers[name] = stack.enter_context(Worker(drawing, *arguments))
             print(f"  {name}: {workers[name].ready}", flush=True)  # waits until it has warmed up, alone

@@ -293,7 +293,7 @@ def _warm_up(step: Callable[[], None], device: torch.device) -> None:
     reset_peak(device)
     for _ in range(3):
         step()
-    _hand_back(device)
+    _free_memory(device)
 
 
 def _turn(step: Callable[[], None], device: torch.device) -> float:
@@ -302,11 +302,11 @@ def _turn(step: Callable[[], None], device: torch.device) -> float:
         return seconds_of(step, device)
     num_steps = min(10, max(3, round(1 / seconds_of(step, device))))
     seconds = seconds_of(lambda: [step() for _ in range(num_steps)], device) / num_steps
-    _hand_back(device)
+    _free_memory(device)
     return seconds
 
 
-def _hand_back(device: torch.device) -> None:
+def _free_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # for the other processes

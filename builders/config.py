@@ -24,7 +24,7 @@ MAX_NAME = 160
 PLAIN_VALUE = re.compile(r"-?[\w.]+(e-\d+)?", re.ASCII)  # unchanged in the name of a folder
 NAMED_ALWAYS = ("model", "model/size", "data")
 NAMED_OTHERWISE = ("experiment", "parity", "tracker")  # a tracker changes no result
-OF_OPTIMIZER = ("warmup_steps", "schedule", "end_factor")  # not arguments of the target
+SCHEDULE_KEYS = ("warmup_steps", "schedule", "end_factor")  # not arguments of the target
 
 
 def register(program: str, schema: type) -> None:
@@ -49,17 +49,17 @@ def _default_run_name(seed: int) -> str:
     parts += ["parity"] if choices.get("parity") == "official" else []
     if hydra.mode == RunMode.MULTIRUN:
         left_out = {*hydra.job.config.override_dirname.exclude_keys}
-        of_sweeper = [f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items()]
-        swept = swept_keys([*sweep_arguments(), *of_sweeper])
-        chosen = _chosen_in_sweep(hydra.overrides.task, left_out, swept)
+        sweeper_keys = [f"{key}={value}" for key, value in (hydra.sweeper.get("params") or {}).items()]
+        swept = swept_keys([*sweep_arguments(), *sweeper_keys])
+        label = _sweep_label(hydra.overrides.task, left_out, swept)
     else:
-        chosen = "_".join(_chosen_groups(hydra.overrides.task, choices))
-    name = "_".join(filter(None, [experiment, *parts, f"seed{seed}", chosen]))
+        label = "_".join(_group_labels(hydra.overrides.task, choices))
+    name = "_".join(filter(None, [experiment, *parts, f"seed{seed}", label]))
     # Folder names are limited to 255 bytes; the hash keeps shortened names apart.
     return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}_{_short_hash(name)}"
 
 
-def _chosen_in_sweep(overrides: Iterable[str], left_out: set[str], swept: set[str]) -> str:
+def _sweep_label(overrides: Iterable[str], left_out: set[str], swept: set[str]) -> str:
     """Join a job's swept overrides and a hash of the others and of values with special characters."""
     keyed = sorted((key_of(text), text) for text in overrides)
     first = [text for key, text in keyed if key in swept - left_out]
@@ -74,7 +74,7 @@ def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _chosen_groups(overrides: Iterable[str], choices: Mapping[str, str]) -> Iterator[str]:
+def _group_labels(overrides: Iterable[str], choices: Mapping[str, str]) -> Iterator[str]:
     recipes = [CONFIGS / group / f"{choices.get(group)}.yaml" for group in ("data", "experiment")]
     defaults = {
         key: choice for file in (CONFIGS / "config.yaml", *recipes) for key, choice in _defaults(file)
@@ -101,6 +101,6 @@ def resolve(cfg: DictConfig, schema: type[T]) -> T:
 def resolve_nodes(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """Check a configuration; return it as plain types, and with a node for each target."""
     plain = to_plain(cfg, {"data.path": " (a latent folder, see data/README.md)"})
-    nodes = read_nodes(plain, extra={"optimizer": OF_OPTIMIZER})
+    nodes = read_nodes(plain, extra={"optimizer": SCHEDULE_KEYS})
     check_finite(plain)
     return plain, nodes

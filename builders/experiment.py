@@ -13,7 +13,7 @@ import torch.nn as nn
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from builders.config import OF_OPTIMIZER, register, resolve_nodes
+from builders.config import SCHEDULE_KEYS, register, resolve_nodes
 from builders.kept_tokens import KeptTokensLoss
 from builders.rules import check_latents, check_rules
 from builders.schemas import Config, RoutingConfig, TrainConfig, check_train
@@ -181,11 +181,11 @@ class Experiment:
     def optimizer(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         """Build the optimizer of a network's parameters."""
         written = self.optimizer_node.written
-        options = {key: written[key] for key in OF_OPTIMIZER if key in written}
+        options = {key: written[key] for key in SCHEDULE_KEYS if key in written}
         options = check_arguments("optimizer", Optimizer, options)
         with as_value_error("optimizer", ValueError, TypeError, IndexError):  # torch does not name the key
-            built = self.optimizer_node.bind()(named_parameters)
-        return Optimizer(built, **options)
+            optimizers = self.optimizer_node.bind()(named_parameters)
+        return Optimizer(optimizers, **options)
 
     def ema(self, net: nn.Module) -> EMA:
         """Build the moving average of a network's weights."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from data.encoders import is_at_hand
+from data.encoders import is_local
 from data.manifest import LatentManifest, read_manifest
 from runtime.machine import device_type
 from runtime.provenance import flatten
@@ -28,7 +28,7 @@ BATCHES_AN_EPOCH = 8  # at least, so that small data sets get small batches
 STEPS_ON_CPU = 1200  # about ten minutes on two cores
 EPOCHS, MIN_STEPS, MAX_STEPS, ROUNDED_TO = 300, 5000, 400_000, 1000
 # Learning rate and betas of AdamW: for widths up to NARROW as for data=digits, for others as published.
-NARROW, OF_NARROW, OF_OTHERS = 128, (1e-3, [0.9, 0.99]), (1e-4, [0.9, 0.999])
+NARROW, ADAMW_NARROW, ADAMW_WIDE = 128, (1e-3, [0.9, 0.99]), (1e-4, [0.9, 0.999])
 LONG, DECAY, DECAY_OF_SHORT = 10_000, 0.9999, 0.999  # steps; EMA decay of longer and of other trainings
 MAX_INTERVAL = 5000
 
@@ -80,12 +80,12 @@ def interval(root: DictConfig, times: int) -> int:
 
 def sample_every(root: DictConfig, manifest: LatentManifest) -> int | None:
     """Choose the interval of pictures; None if the encoder would have to be downloaded."""
-    return interval(root, 8) if is_at_hand(root.data.encoder or manifest.encoder) else None
+    return interval(root, 8) if is_local(root.data.encoder or manifest.encoder) else None
 
 
 def optimizer(root: DictConfig) -> tuple[float, list[float]]:
     """Choose learning rate and betas."""
-    return OF_NARROW if root.model.hidden_size <= NARROW else OF_OTHERS
+    return ADAMW_NARROW if root.model.hidden_size <= NARROW else ADAMW_WIDE
 
 
 CHOICES = {

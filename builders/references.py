@@ -35,7 +35,7 @@ def reference_of(dataset: LatentDataset, encoder: Any, name: str) -> Reference:
     return Reference(name, images=ArrayImages(images), data=data, **own)
 
 
-def of_latents(path: str) -> Reference:
+def latent_reference(path: str) -> Reference:
     """Build a reference of the training images of a latent folder."""
     manifest = read_manifest(path)
     dataset = open_latents(path, manifest.input_size, manifest.in_channels, manifest.num_classes)

@@ -10,7 +10,7 @@ import numpy as np
 
 from builders.drawing import Drawing, cache_key, start_drawing
 from builders.experiment import Experiment, as_node
-from builders.references import of_latents
+from builders.references import latent_reference
 from builders.sampling import SamplingConfig, open_model, read_request
 from data import open_images
 from evaluation import ArrayImages, Reference, Suite, open_reference
@@ -143,7 +143,7 @@ def check_request(request: ScoreConfig) -> tuple[ScoreConfig, Node, Experiment |
     return request, suite, experiment
 
 
-OPENED: dict[str, Suite] = {}  # the newest suite of a sweep, with its fitted detector and reference features
+SUITES: dict[str, Suite] = {}  # the newest suite of a sweep, with its fitted detector and reference features
 
 
 def open_suite(node: Node, request: ScoreConfig, out: Path, launch: Launch) -> Suite:
@@ -151,15 +151,15 @@ def open_suite(node: Node, request: ScoreConfig, out: Path, launch: Launch) -> S
 
     Jobs of a sweep that differ in their samples share the suite.
     """
-    path, of_file = str(request.reference), node.arguments.get("reference") is not None
+    path, has_file = str(request.reference), node.arguments.get("reference") is not None
     folder = request.features_folder(out)
     key = digest_of({"suite": node.written, "reference": path, "features": str(folder)})
-    if is_sweep() and key in OPENED:
-        return OPENED[key]
-    reference = open_reference(Path(path), open_images) if of_file else of_latents(path)
+    if is_sweep() and key in SUITES:
+        return SUITES[key]
+    reference = open_reference(Path(path), open_images) if has_file else latent_reference(path)
     suite = build_suite(node, reference, launch, folder)
-    OPENED.clear()
-    OPENED[key] = suite
+    SUITES.clear()
+    SUITES[key] = suite
     return suite
 
 

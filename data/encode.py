@@ -56,7 +56,7 @@ from runtime.parts import RESUME, Arrays, PartCache, check_room
 from runtime.provenance import environment
 
 PART_IMAGES, FEATURES_AT_ONCE = 256, 16
-CORRUPT_SHOWN = 10
+MAX_PRINTED = 10
 MAX_HELD_OUT = 5000
 
 
@@ -218,7 +218,7 @@ def start_job(job: Job, lock: Lock, launch: Launch) -> None:
         launch.print("warning: captions name left or right, but images are also flipped: see hflip=false")
     read = SUFFIXES if job.request.captions == BESIDE else ()
     if ignored := [name for name in images.ignored if not name.endswith(read)]:
-        names = ", ".join(ignored[:CORRUPT_SHOWN])
+        names = ", ".join(ignored[:MAX_PRINTED])
         has_texts = job.captions is None and any(name.endswith(SUFFIXES[0]) for name in ignored)
         hint = " (captions=beside would read .txt files)" if has_texts else ""
         launch.print(f"{len(ignored)} files are not images and are ignored{hint}: {names}")
@@ -273,8 +273,8 @@ def encode_part(
         masks = np.array([mask for _, _, mask in readable], dtype=np.uint8)
         arrays["masks"] = masks.reshape(-1, *manifest.shape[1:])
     if not readable:
-        of_images = {key: manifest.arrays().get(key) for key in ("latents", "features", "text")}
-        empty = {key: np.empty((0, *a[1][1:]), a[0]) for key, a in of_images.items() if a is not None}
+        specs = {key: manifest.arrays().get(key) for key in ("latents", "features", "text")}
+        empty = {key: np.empty((0, *a[1][1:]), a[0]) for key, a in specs.items() if a is not None}
         return {**arrays, **empty}
     feature_shape = (*shape[: -len(manifest.shape)], *(manifest.features or {"shape": ()})["shape"])
     stacked = np.stack([image for _, image, _ in readable])
@@ -361,7 +361,7 @@ def corrupt_images(job: Job) -> list[str]:
         report = job.parts.path / "corrupt.txt"
         report.write_text("".join(f"{error}\n" for error in errors))
         print(f"{len(errors)} of {count} images are corrupt (full list in {report}):")
-        print("\n".join(errors[:CORRUPT_SHOWN]))
+        print("\n".join(errors[:MAX_PRINTED]))
     if len(errors) == count or (errors and not job.request.skip_corrupt):
         for part in np.flatnonzero([*map(len, by_part)]):
             job.parts.file(part).unlink()

@@ -209,7 +209,7 @@ Encoder = IdentityEncoder | KLEncoder
 CLASSES = {kind.class_name: kind for kind in (KLEncoder, Flux2Encoder, DCEncoder, RAEEncoder)}
 
 
-def is_at_hand(name: str) -> bool:
+def is_local(name: str) -> bool:
     """True if an encoder is on this machine: identity, a folder, or in the cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -250,9 +250,9 @@ def encoder_for(
     other_kind = (loaded.name == IDENTITY) != (manifest.encoder == IDENTITY)
     other_weights = manifest.encoder_hash is not None and loaded.weights_hash != manifest.encoder_hash
     if (other_kind or other_weights) and not allow_other:
-        made_by = f"the latents were made by {manifest.encoder} with weights {manifest.encoder_hash}"
+        origin = f"the latents were made by {manifest.encoder} with weights {manifest.encoder_hash}"
         raise ValueError(
-            f"encoder={name} has weights {loaded.weights_hash}, {made_by}: use the same encoder, or set "
+            f"encoder={name} has weights {loaded.weights_hash}, {origin}: use the same encoder, or set "
             "allow_other_encoder=true (sample.py and fid.py)"
         )
     if loaded.latent_channels not in (None, manifest.in_channels):
@@ -310,7 +310,7 @@ def _class_of(request: str) -> str:
         if Path(name).is_dir():
             config: Any = read_json(Path(name) / "config.json", MAX_CONFIG_BYTES)
         else:
-            config = AutoencoderKL.load_config(name, local_files_only=is_at_hand(name))
+            config = AutoencoderKL.load_config(name, local_files_only=is_local(name))
     except (*LOADING_ERRORS, TypeError):  # `_load_autoencoder` explains it
         return KLEncoder.class_name
     class_name = config.get("_class_name") if isinstance(config, dict) else None
@@ -334,9 +334,9 @@ def _load_autoencoder(request: str, name: str, class_name: str) -> torch.nn.Modu
     try:
         if not on_the_hub:
             _check_depth(read_json(Path(name) / "config.json", MAX_CONFIG_BYTES))
-        net, info = load(local_files_only=is_at_hand(name))
+        net, info = load(local_files_only=is_local(name))
     except LOADING_ERRORS as error:
-        if is_at_hand(name):
+        if is_local(name):
             raise ValueError(f"encoder={request} is not an {class_name}: {_line(error)}") from error
         raise ValueError(
             f"encoder={request} is not in the cache and cannot be downloaded ({_line(error)}): run `hf "

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from evaluation.detectors.encoders import Detectors, EncoderDetector
-from evaluation.detectors.inception import NOTHING_CHECKED, NUM_POOL_FEATURES, InceptionDetector
+from evaluation.detectors.inception import NUM_POOL_FEATURES, RANDOM_WEIGHTS, InceptionDetector
 from evaluation.metrics import Metric
 from evaluation.metrics.frechet import FrechetDistance
 from evaluation.metrics.inception_score import InceptionScore
@@ -77,12 +77,12 @@ class AdmSuite(Suite):
     def score_name(self, key: str, num_images: int) -> str:
         """Return the name of a score, with its sample count."""
         name = with_count(key, num_images)
-        return f"{name}_of_random_weights" if self.detector.record["checked"] == NOTHING_CHECKED else name
+        return f"{name}_of_random_weights" if self.detector.record["checked"] == RANDOM_WEIGHTS else name
 
     def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:
         """Return notes on how comparable the scores are."""
         warnings, weights, images = [], self.detector.record, self.reference.images
-        if weights["checked"] == NOTHING_CHECKED:
+        if weights["checked"] == RANDOM_WEIGHTS:
             warnings.append(f"the weights {weights['path']} are random: these scores mean nothing")
         elif weights["checked"] != "sha256":
             how = f"{weights['checked']} only, not by a published hash"

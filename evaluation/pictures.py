@@ -35,7 +35,7 @@ def row_height(images: np.ndarray, captions: Sequence[str] | None, columns: int)
     return height + (len(strip_of(captions[:columns], width, columns, 1)) if captions else 0)
 
 
-def in_turn(labels: np.ndarray) -> np.ndarray:
+def interleave_classes(labels: np.ndarray) -> np.ndarray:
     """Return indices that order images with labels (N,) so that the classes alternate."""
     turns, by_class = np.empty(len(labels), dtype=int), np.argsort(labels, kind="stable")
     _, first, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
@@ -64,21 +64,21 @@ class GrowingGrid:
     def __init__(self, images: Any, cache: PartCache, columns: int):
         labels = images.labels()
         is_in_order = labels is None or labels.dtype.kind == "U"
-        order = np.arange(images.count) if is_in_order else in_turn(labels)
-        self.shown = order[: GRID_ROWS * columns]
+        order = np.arange(images.count) if is_in_order else interleave_classes(labels)
+        self.sample_ids = order[: GRID_ROWS * columns]
         self.file: Path = cache.path / GRID
-        self._captions = images.captions(None if labels is None else labels[self.shown])
+        self._captions = images.captions(None if labels is None else labels[self.sample_ids])
         self._part_size, self._cache, self._columns = images.part_size, cache, columns
-        self._images = np.zeros((len(self.shown), *images.shape), np.uint8)
+        self._images = np.zeros((len(self.sample_ids), *images.shape), np.uint8)
         self._seen: set[int] = set()
 
     def update(self) -> None:
         """Write the picture again if newly finished parts hold samples of it."""
-        done, part_of = self._cache.done(), self.shown // self._part_size
+        done, part_of = self._cache.done(), self.sample_ids // self._part_size
         fresh = (done - self._seen) & set(part_of.tolist())
         for part in fresh:
             images = self._cache.read(part)["images"]
-            self._images[part_of == part] = images[self.shown[part_of == part] % self._part_size]
+            self._images[part_of == part] = images[self.sample_ids[part_of == part] % self._part_size]
         self._seen |= done
         if fresh:
             save_grid(self._images, self.file, self._columns, self._captions)

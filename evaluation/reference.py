@@ -44,7 +44,7 @@ class Reference:
         labels: of the images (N,); None: the images have no labels.
         held_out: images and labels outside the reference, to compare samples with.
         held_out_captions: captions of the held-out images (N,); None: they have none.
-        made_by: hash of the tensors of the network that computed the statistics; None: unknown.
+        weights_hash: hash of the network that computed the statistics; None: unknown.
         path: the file or folder that was read; None: the reference was built in memory.
         data: describes the data set; None: not the training images of a run.
     """
@@ -55,7 +55,7 @@ class Reference:
     labels: np.ndarray | None = None
     held_out: tuple[np.ndarray, np.ndarray | None] | None = None
     held_out_captions: np.ndarray | None = None
-    made_by: str | None = None
+    weights_hash: str | None = None
     path: Path | None = None
     data: dict[str, Any] | None = None
 
@@ -106,8 +106,8 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> Referen
         if "mu" in arrays and mu in arrays
     }
     images = open_images(path) if "arr_0" in names else None
-    made_by = str(arrays["weights"]) if "weights" in arrays else None
-    return Reference(statistics=statistics, images=images, made_by=made_by, path=path)
+    weights_hash = str(arrays["weights"]) if "weights" in arrays else None
+    return Reference(statistics=statistics, images=images, weights_hash=weights_hash, path=path)
 
 
 def _read(archive: zipfile.ZipFile, name: str) -> np.ndarray:

@@ -87,7 +87,7 @@ class Suite:
         self._folder, self._reference_features = features, None
         record = getattr(detector, "record", {})
         weights = record.get("tensors_sha256")
-        if reference.statistics and (weights is None or reference.made_by not in (None, weights)):
+        if reference.statistics and (weights is None or reference.weights_hash not in (None, weights)):
             name = record.get("path", type(detector).__name__)
             rule = "give a reference made with it, or images"
             raise ValueError(f"the statistics of the reference were not made with {name}: {rule}")

@@ -27,7 +27,7 @@ from runtime.command_line import SCHEMA, explanation, is_of_hydra, options_first
 from runtime.errors import UserError, check_choice, did_you_mean
 from runtime.help import explained_help
 from runtime.lock import TRY_AGAIN, Busy
-from runtime.sweep import is_main, job_name, record_end, start_sweep, summary, take_ended
+from runtime.sweep import is_main, job_name, pop_records, record_end, start_sweep, summary
 from runtime.targets import CONFIGS, walk
 
 T = TypeVar("T")
@@ -105,12 +105,12 @@ def run_main(main: Callable[[], None]) -> None:
         sys.stderr.write(f"error: {explanation(error)}\n")
         sys.exit(TRY_AGAIN if isinstance(error.__cause__, Busy) else 1)
     except SystemExit as end:
-        take_ended()  # a job was stopped: so is the sweep
+        pop_records()  # a job was stopped: so is the sweep
         if end.code in (TRY_AGAIN, INTERRUPTED):
             _leave_launch()
         raise
     except KeyboardInterrupt:  # already reported: end by the signal, as shells expect
-        take_ended()
+        pop_records()
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
@@ -162,7 +162,7 @@ def _leave_launch() -> None:
 
 def _end_sweep() -> None:
     """Report the jobs of a sweep that finished and that failed; exit if any failed."""
-    ended = take_ended()
+    ended = pop_records()
     failed = [job for job in ended if job["reason"]]
     if ended and is_main():
         print(summary([job for job in ended if not job["reason"]], len(ended)), flush=True)

@@ -29,7 +29,7 @@ class Lock:
     def __init__(self, file: Path, what: str, wait_sec: float = 0.0):
         self.file, self.what, self.wait_sec = file, what, wait_sec
         self._held: int | None = None
-        self._certain = True
+        self._is_supported = True
         self._made: list[Path] = []
 
     def acquire(self) -> "Lock":
@@ -70,7 +70,7 @@ class Lock:
     def is_in_place(self) -> bool:
         """True if the lock is held, and its file still exists."""
         try:
-            if not self._certain:
+            if not self._is_supported:
                 return self.file.exists()
             return self._held is not None and os.path.samestat(os.fstat(self._held), self.file.stat())
         except (FileNotFoundError, NotADirectoryError):
@@ -111,7 +111,7 @@ class Lock:
         """Continue without a lock on file systems that do not support one, as on some clusters."""
         print(f"warning: {self.file} cannot be locked ({reason}): let no other process write there")
         self._held = os.open(self.file, os.O_RDWR | os.O_NOFOLLOW) if self._held is None else self._held
-        self._certain = False
+        self._is_supported = False
         return True
 
     def _close(self) -> None:

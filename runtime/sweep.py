@@ -60,7 +60,7 @@ def record_end(job: str, folder: str | None = None, reason: str | None = None, a
         file.write(json.dumps({"job": job, "folder": folder, "reason": reason, "again": again}) + "\n")
 
 
-def take_ended() -> list[dict[str, Any]]:
+def pop_records() -> list[dict[str, Any]]:
     """Read the records of ended jobs, and remove the file."""
     file = Path(os.environ[ENDED])
     ended = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

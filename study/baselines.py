@@ -81,12 +81,12 @@ def gaussians(samples: np.ndarray, labels: np.ndarray) -> dict[int, tuple[np.nda
 def draw(images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Draw images uint8 from a Gaussian per class, fitted on real ones (N, H, W, C), and their labels."""
     rng = np.random.default_rng(0)
-    drawn = rng.choice(labels, NUM_SAMPLES)
+    sample_labels = rng.choice(labels, NUM_SAMPLES)
     pixels = np.empty((NUM_SAMPLES, images[0].size))
     for label, (mean, covariance) in gaussians(images, labels).items():
-        ids = drawn == label
+        ids = sample_labels == label
         pixels[ids] = rng.multivariate_normal(mean, covariance, ids.sum(), method="eigh")
-    return pixels.clip(0, 255).round().astype(np.uint8).reshape(-1, *images.shape[1:]), drawn
+    return pixels.clip(0, 255).round().astype(np.uint8).reshape(-1, *images.shape[1:]), sample_labels
 
 
 def losses(experiment: Experiment, dataset: LatentDataset) -> dict[str, dict[str, float]]:
@@ -116,9 +116,9 @@ def scores(experiment: Experiment, dataset: LatentDataset) -> dict[str, dict[str
     suite = build_suite(experiment.evaluation, reference, ALONE)
     images, labels = reference.images.array, reference.labels
     ids = np.random.default_rng(2).permutation(len(images))[:NUM_SAMPLES]
-    drawn = {"class Gaussians": draw(images, labels)} if images[0].size <= MAX_DIMENSIONS else {}
-    drawn["real training"] = images[ids], labels[ids]
-    scores = {name: suite.score(ArrayImages(pixels), classes) for name, (pixels, classes) in drawn.items()}
+    samples = {"class Gaussians": draw(images, labels)} if images[0].size <= MAX_DIMENSIONS else {}
+    samples["real training"] = images[ids], labels[ids]
+    scores = {name: suite.score(ArrayImages(pixels), classes) for name, (pixels, classes) in samples.items()}
     return {name: score.values for name, score in (scores | comparisons(suite, NUM_SAMPLES)).items()}
 
 

@@ -25,7 +25,7 @@ from runtime.files import atomic_write, write_text
 from runtime.provenance import PROJECT
 from study.baselines import SAME_DATA
 from study.records import DISTANCES, EXCESS, RATIOS, Records, compare, holm, score_of
-from study.twins import LOSS, STACKED, STUDIES, TWINS, UNGUIDED, search_losses
+from study.twins import LOSS, METHODS, STUDIES, TWINS, UNGUIDED, search_losses
 
 SEEN, OPPOSITE, UNDECIDED, UNTESTABLE = "seen", "opposite seen", "undecided", "not testable here"
 MIXED = "mixed"
@@ -330,7 +330,7 @@ def arms_table(records: Records, study: str) -> str:
 def stacks_table(records: Records) -> str:
     """Return a table of what each method changes with and without routes, in losses and distances."""
     rows: list[dict[str, Any]] = []
-    for name in ("", *STACKED, "REPA kept", "REPA delayed"):
+    for name in ("", *METHODS, "REPA kept", "REPA delayed"):
         dense, routed = (f"{twin}, {name}".removesuffix(", ") for twin in TWINS)
         base = dense if dense in STUDIES[STACKS].arms else "dense, REPA"
         row: dict[str, Any] = {"method": name or "routes alone"}

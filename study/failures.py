@@ -35,8 +35,8 @@ NONE = "none"
 Set = tuple[np.ndarray, np.ndarray]  # images (N, H, W, C) uint8, labels (N,)
 
 
-def damaged(real: Set, train: Set) -> dict[str, Set]:
-    """Return real images under each damage; "copies" are training images."""
+def failure_sets(real: Set, train: Set) -> dict[str, Set]:
+    """Return real images damaged in each way, by failure; "copies" are training images."""
     (images, labels), rng = real, np.random.default_rng(0)
     n = len(images)
     kept = np.flatnonzero(~np.isin(labels, np.unique(labels)[::10]))
@@ -74,7 +74,7 @@ def measure(task: str) -> Rows:
     assert isinstance(reference.images, ArrayImages) and reference.held_out and reference.labels is not None
     rows = []
     train = reference.images.array, reference.labels
-    for failure, (images, labels) in damaged(reference.held_out, train).items():
+    for failure, (images, labels) in failure_sets(reference.held_out, train).items():
         scores = suite.score(ArrayImages(images), labels, num_halves=NUM_HALVES)
         rows += [
             {"failure": failure, "score": key, "value": value, "standard_error": scores.standard_errors[key]}

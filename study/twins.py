@@ -96,7 +96,7 @@ class Study:
 
 STABLE = ("train.grad_clip=1", "optimizer.warmup_steps=200", "optimizer.betas=[0.9,0.99]")
 DEEP = ("model/size=tiny", "model.depth=12", "ema.decay=0.999", *STABLE)
-FINITE = (*DEEP, "model.patch_size=2")
+DEEP_PATCH_2 = (*DEEP, "model.patch_size=2")
 DIGITS = {"data": "digits", "arms": TWINS | NO_REMOVAL | TOKEN_DROP}
 DIGITS |= {"seeds": (0, 1, 2, 3, 4), "scales": (1.5, 2.0)}
 MIXTURE = {"data": "mixture", "arms": TWINS | NO_REMOVAL | MECHANISM}
@@ -107,11 +107,11 @@ ON_GPU = {"data": "glyphs", "task": S_2, "arms": TWINS, "lr": 5e-4, "search_seed
 ON_GPU |= {"scales": (1.5, 2.0, 3.0), "noises": 1, "gpu": True}
 STUDIES = {
     "digits-200": Study(
-        task=(*FINITE, "data.num_images=200", "model.hidden_size=64"),
+        task=(*DEEP_PATCH_2, "data.num_images=200", "model.hidden_size=64"),
         **{**DIGITS, "steps": 6000, "lr": 0.008, "search_steps": 3000, "evaluations": 24},
     ),
     "digits-1500": Study(
-        task=(*FINITE, "data.num_images=1500"),
+        task=(*DEEP_PATCH_2, "data.num_images=1500"),
         **{**DIGITS, "steps": 20_000, "lr": 0.004, "search_steps": 5000},
     ),
     "mixture-64": Study(task=DEEP, **MIXTURE),
@@ -123,7 +123,7 @@ STUDIES = {
     "glyphs-s2-32k": Study(steps=32_000, evaluations=16, **ON_GPU),
 }
 # What may stack with routing. The blocks are B's published ones: 1 is before the window, 3 is in it.
-STACKED = {
+METHODS = {
     "SRA 2": ("alignment=sra2",),
     "REPA": ("alignment=repa", "alignment.width=96"),
     "internal": ("model.inner_head=3",),
@@ -132,23 +132,23 @@ STACKED = {
 }
 STACKS = {
     f"{twin}, {name}".removesuffix(", "): (*keys, *more)
-    for name, more in {"": (), **STACKED}.items()
+    for name, more in {"": (), **METHODS}.items()
     for twin, keys in TWINS.items()
 }
 STACKS["routed, REPA kept"] = (*STACKS["routed, REPA"], "alignment.tokens=kept")
 STACKS["routed, REPA delayed"] = (*STACKS["routed, REPA"], "model.routes.0.start_layer_idx=4")
 SMALL = ("data.input_size=16", "model.hidden_size=48", "model.depth=12", "model.num_heads=3", *STABLE)
-SCORED = dict.fromkeys(TWINS, ("guidance=cfg", "guidance_scale=1.5"))
+SCORE_KEYS = dict.fromkeys(TWINS, ("guidance=cfg", "guidance_scale=1.5"))
 for twin in TWINS:
-    SCORED[f"{twin}, internal"] = ("guidance=internal", "guidance_scale=1.25,1.5")
-    SCORED[f"{twin}, post hoc"] = ("checkpoint=std0.03,std0.1,std0.15",)
+    SCORE_KEYS[f"{twin}, internal"] = ("guidance=internal", "guidance_scale=1.25,1.5")
+    SCORE_KEYS[f"{twin}, post hoc"] = ("checkpoint=std0.03,std0.1,std0.15",)
 FIVE_SEEDS = {"search_seeds": (), "seeds": (0, 1, 2, 3, 4), "evaluations": 5}
 # The rate is the best of 0.002 to 0.016 on glyphs, for "dense", "routed" and "dense, Muon" after 300 steps.
 STUDIES["stacks-256"] = Study(
     *("digits", SMALL, STACKS, 500, 0.008),
     **FIVE_SEEDS,
     noises=1,
-    scored=SCORED,
+    scored=SCORE_KEYS,
     num_samples=500,
     num_steps=10,
     features=True,
@@ -157,34 +157,34 @@ STUDIES["stacks-256"] = Study(
 # DiT's heads, makes 1,024 tokens cheaper than several. The rate is the best of 0.001 to 0.008 for "routed,
 # prefix", and of 0.001 to 0.004 for "dense, prefix", on 256 tokens. Twice the side needs twice the noise to
 # hide the same objects.
-CONDITIONED = {
+CONDITIONING_ARMS = {
     name: {f"{twin}, {name}": (*keys, f"model/conditioning={name}") for twin, keys in TWINS.items()}
     for name in ("prefix", "cross", "class")
 }
-CAPTIONED = ("diffusion=x0", "model.patch_size=4", "model.depth=12")
-CAPTIONED += ("optimizer.schedule=constant", "guidance=none")  # so that all steps can be compared
-TEXT = ("model.hidden_size=64", "model.num_heads=1", "model.pool_text=false", *CAPTIONED, *STABLE)
+SCENE_KEYS = ("diffusion=x0", "model.patch_size=4", "model.depth=12")
+SCENE_KEYS += ("optimizer.schedule=constant", "guidance=none")  # so that all steps can be compared
+TEXT = ("model.hidden_size=64", "model.num_heads=1", "model.pool_text=false", *SCENE_KEYS, *STABLE)
 TEXT += ("optimizer=adamw_small", "train.batch_size=8")
 for tokens, side in ((64, 32), (256, 64), (1024, 128)):
     size = ("data.num_images=10000", f"data.input_size={side}", f"diffusion.loss.shift={side / 32:g}")
     STUDIES[f"scenes-{tokens}"] = Study(
-        *("scenes", (*TEXT, *size), CONDITIONED["prefix"] | CONDITIONED["cross"], 500, 0.004),
+        *("scenes", (*TEXT, *size), CONDITIONING_ARMS["prefix"] | CONDITIONING_ARMS["cross"], 500, 0.004),
         **FIVE_SEEDS,
     )
 # 32 pixels again, long enough to follow captions; their kinds as classes, to compare with.
 CAPTION_TASK = {
     "data": "scenes",
-    "task": ("model.hidden_size=96", "model.num_heads=3", *CAPTIONED),
+    "task": ("model.hidden_size=96", "model.num_heads=3", *SCENE_KEYS),
     "lr": 0.005,
 }
 CAPTION_TASK |= {"search_seeds": (), "noises": 1, "num_steps": 10}
 STUDIES["captions-64"] = Study(
-    arms={arm: keys for arms in CONDITIONED.values() for arm, keys in arms.items()},
+    arms={arm: keys for arms in CONDITIONING_ARMS.values() for arm, keys in arms.items()},
     **CAPTION_TASK | {"steps": 2000, "evaluations": 10, "scales": (2.0,), "num_samples": 350},
 )
 # Eight times as long.
 STUDIES["captions-16k"] = Study(
-    arms=CONDITIONED["prefix"]
+    arms=CONDITIONING_ARMS["prefix"]
     | {"no removal, prefix": (*NO_REMOVAL["no removal"], "model/conditioning=prefix")},
     **CAPTION_TASK | {"steps": 16_000, "evaluations": 16, "scales": (1.5, 2.0, 3.0), "num_samples": 700},
 )
@@ -276,7 +276,7 @@ class Work:
             while searches := [(a, seed, lr) for a in self.arms for seed, lr in self._next_searches(a)]:
                 if failures := self._run("searches", searches):
                     return failures
-            rates = {arm: chosen_lr(self._rows(), arm) for arm in self.arms}
+            rates = {arm: best_lr(self._rows(), arm) for arm in self.arms}
         seeds = self.request.seeds or (self.study.seeds[:1] if self.request.tiny else self.study.seeds)
         return self._run("trainings", [(arm, seed, rates[arm]) for seed in seeds for arm in self.arms])
 
@@ -429,7 +429,7 @@ def search_losses(rows: Sequence[Mapping[str, Any]], arm: str) -> dict[float, fl
     return {lr: value if math.isfinite(value := mean(v)) else math.inf for lr, v in sorted(losses.items())}
 
 
-def chosen_lr(rows: Sequence[Mapping[str, Any]], arm: str) -> float:
+def best_lr(rows: Sequence[Mapping[str, Any]], arm: str) -> float:
     """Return the learning rate with the lowest mean loss of an arm's search."""
     losses = search_losses(rows, arm)
     return min(losses, key=losses.get)

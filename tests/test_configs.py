@@ -327,7 +327,7 @@ def test_the_model_group_is_the_signature_of_the_network():
         (RECIPE["sampler"], edm_sampler),
     ],
 )
-def test_whoever_calls_the_code_gets_the_recipe_by_default(node, target):
+def test_python_defaults_are_the_recipe(node, target):
     parameters = inspect.signature(target).parameters.items()
     defaults = {name: p.default for name, p in parameters if name in node and p.default is not p.empty}
     for part, module in (("block", "models.blocks"), ("router", "routing"), ("rejoin", "models.rejoin")):
@@ -479,7 +479,7 @@ def test_jobs_of_a_sweep_are_named_by_what_is_swept(monkeypatch, line, job, name
 )
 def test_jobs_that_differ_in_any_sign_have_names_of_their_own(jobs):
     swept = {"a", "b", "data.path", "optimizer.lr"}
-    names = [configuration._chosen_in_sweep(re.split(r" (?=b=)", job), set(), swept) for job in jobs]
+    names = [configuration._sweep_label(re.split(r" (?=b=)", job), set(), swept) for job in jobs]
     assert len(set(names)) == len(jobs)
     assert all(re.fullmatch(r"[\w.-]+", name) for name in names)
 

@@ -1,4 +1,4 @@
-"""A batch on a CUDA device that is not there, by fake tensors: a device and a shape, no values.
+"""A batch on a fake CUDA device: fake tensors have a device and a shape, but no values.
 
 Tensors left on another device fail, and so do reads of a value and copies to the host. What needs a driver is
 left to the tests marked gpu: backward, autocast, generators, FLUX (SYNC in routing/adapters/families).
@@ -156,7 +156,7 @@ def test_samples(precond, sampler, guidance):
 
 
 @pytest.mark.parametrize(("kind", "channels"), [("moments", 6), ("samples", 3)])
-def test_latents_on_their_way_in_and_out(kind, channels):
+def test_latents_are_scaled_and_decoded(kind, channels):
     scaling = {"scale": (0.5, 1.0, 2.0), "shift": (0.0, 1.0, 2.0)}
     manifest = LatentManifest(4, (channels, 8, 8), "float16", kind, 10, "identity", **scaling)
     x = manifest.to_latents(torch.zeros(4, channels, 8, 8, dtype=torch.float16, device=CUDA))

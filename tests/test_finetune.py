@@ -147,7 +147,7 @@ def test_two_processes_train_adapters(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "train", "precision"), [("flux", "lora", "bf16"), ("wan", "full", "no")])
-def test_processes_that_share_weights_train_what_others_train(tmp_path, name, train, precision):
+def test_fsdp_trains_the_weights_of_ddp(tmp_path, name, train, precision):
     """Up to the order in which gradients of the conditioning, which all blocks share, are summed."""
     write_inputs(tmp_path, name)
     options = (ROUTES, f"train={train}", f"mixed_precision={precision}", "rank=4", "lr=1e-2")

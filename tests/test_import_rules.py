@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = {"models", "routing", "diffusion", "data", "evaluation", "training", "runtime", "builders"}
 PACKAGES = ROOMS | {"reports", "benchmarks", "study", "examples", "tests"}
 ENTRY_POINTS = {"train", "sample", "fid"}
-OWN = PACKAGES | ENTRY_POINTS
+FIRST_PARTY = PACKAGES | ENTRY_POINTS
 MAY_IMPORT = {
     "runtime": {"runtime"},
     "routing": {"routing"},
@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "examples": ROOMS | {"examples"},
     "benchmarks": ROOMS | {"benchmarks"},
     "study": ROOMS | {"study", "benchmarks", "reports"},
-    "tests": OWN,
+    "tests": FIRST_PARTY,
     **dict.fromkeys(ENTRY_POINTS, ROOMS),
 }
 # Replacements of the forward of any model or block.
@@ -68,7 +68,7 @@ def violations(file, source):
     top = relative.parts[0].removesuffix(".py")
     tree = ast.parse(source)
     modules = {name.split(".")[0] for name in imports(tree)}
-    yield from (f"{file} imports {name}" for name in modules & OWN - MAY_IMPORT[top])
+    yield from (f"{file} imports {name}" for name in modules & FIRST_PARTY - MAY_IMPORT[top])
     with_hydra = file in WITH_HYDRA or top in ("builders", "benchmarks", "tests")
     if modules & {"hydra", "omegaconf"} and not with_hydra:
         yield f"{file} imports hydra or omegaconf"
@@ -120,7 +120,7 @@ def test_rules_hold(file):
         ("models/dit.py", "def f(**kwargs):\n    return kwargs"),
     ],
 )
-def test_the_rules_see_a_violation(file, source):
+def test_violations_are_detected(file, source):
     assert list(violations(file, source))
 
 
@@ -129,7 +129,7 @@ def arrows():
     graph = {}
     programs = ENTRY_POINTS | {"examples"}
     for file in FILES:
-        tops = {module.split(".")[0] for module in imports(ast.parse(file.read_text()))} & OWN
+        tops = {module.split(".")[0] for module in imports(ast.parse(file.read_text()))} & FIRST_PARTY
         room, *imported = (
             "programs" if top in programs else top
             for top in (file.relative_to(ROOT).parts[0].removesuffix(".py"), *tops)
@@ -161,7 +161,7 @@ def test_the_diagram_of_the_imports_is_up_to_date():
 def third_party(files):
     """Return the third-party modules that files import."""
     modules = {module for file in files for module in imports(ast.parse(file.read_text()))}
-    return {module for module in modules if module.split(".")[0] not in OWN | sys.stdlib_module_names}
+    return {module for module in modules if module.split(".")[0] not in FIRST_PARTY | sys.stdlib_module_names}
 
 
 def distributions_of(module):

@@ -30,7 +30,7 @@ MAX_MEMORY, MAX_SECONDS = 2**26, 5
 
 
 @pytest.fixture(autouse=True)
-def nothing_happens(tmp_path, monkeypatch):
+def no_side_effects(tmp_path, monkeypatch):
     """Run each test in a folder of its own: nothing may appear beside it, and nothing may be executed."""
     folder = tmp_path / "inside"
     folder.mkdir()
@@ -56,13 +56,13 @@ def test_a_damaged_file_is_refused_in_one_line_and_takes_no_memory(read, make, r
     assert getattr(file, "name", file) in str(raised.value)
 
 
-def test_masks_run_nothing():
+def test_masks_execute_no_code():
     for data in (PICKLE, POSTSCRIPT):
         with pytest.raises(IMAGE_ERRORS, match="cannot identify image file"):
             read_mask(io.BytesIO(data), (8, 8), 8, True)
 
 
-def test_the_damage_is_done_to_careless_readers():
+def test_malicious_files_harm_unsafe_readers():
     for data in (PICKLE, pickle.dumps(outside.Malicious())):
         pickle.loads(data)
         Path("EXECUTED").unlink()
@@ -71,13 +71,13 @@ def test_the_damage_is_done_to_careless_readers():
     assert Image.open(io.BytesIO(POSTSCRIPT)).format == "EPS"
 
 
-def test_every_importer_meets_a_malicious_file():
+def test_every_importer_has_a_malicious_file():
     names = {*outside.ARRAYS, *(name for name, *_ in outside.OTHERS)}
     assert {name.partition(":")[0] for name in names} >= set(FORMATS)
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "../../x", "inside/../../x"])
-def test_names_of_members_lead_nowhere(name):
+def test_member_names_do_not_leave_the_folder(name):
     secret = outside.written("secret.npy", outside.npy(np.ones((8, 4, 4), np.float32)))
     labels = json.dumps({"labels": [[f"{name}.npy", 0], [str(secret), 0]]})
     archive = outside.packed("a.zip", **{f"{name}.npy": LATENT, "dataset.json": labels})

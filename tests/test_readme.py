@@ -195,7 +195,7 @@ def test_commands_of_published_results_are_the_recipe_to_the_last_key():
     assert programs == {"data.encode", "train.py", "fid.py"}
 
 
-def test_each_line_of_what_is_trusted_names_its_test():
+def test_each_rule_for_files_from_outside_names_its_test():
     section = PAGES["data"].partition("## Files from outside\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     named = [re.search(r"\| `(test_\w+)` \|$", line)[1] for line in lines]

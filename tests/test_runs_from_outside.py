@@ -1,4 +1,4 @@
-"""A run from anywhere runs nothing, writes nowhere else, and takes no memory for what its files declare."""
+"""A run from outside executes no code, writes to its folder only, and takes no memory for declared sizes."""
 
 import json
 import os
@@ -29,7 +29,7 @@ from tests.runs import composed, tiny_run
 from tests.test_outside import DAMAGE, FUZZED, VALUES, damaged
 from training.run_folder import RunFolder
 
-ASKED = {
+PROGRAMS = {
     "sample": (sample, ("num_samples=2",)),
     "fid": (fid, ("num_samples=4", "reference=reference.npz", "weights=weights.pth")),
 }
@@ -130,9 +130,9 @@ def run(trained, tmp_path, monkeypatch):
     assert not [name for name in sys.modules if name.startswith("run.")]
 
 
-def told(program, overrides=()):
+def error(program, overrides=()):
     """The line in which a program refuses a run."""
-    module, options = ASKED[program]
+    module, options = PROGRAMS[program]
     reset_peak(CPU)
     before, started = peak_gib(CPU), time.monotonic()
     with pytest.raises(UserError) as raised:
@@ -145,28 +145,28 @@ def told(program, overrides=()):
 
 
 @pytest.mark.parametrize(("change", "expected"), CODE, ids=str)
-def test_a_run_names_no_code(run, change, expected):
+def test_code_in_a_run_is_refused(run, change, expected):
     spoil_run(run, change)
-    assert told("sample").startswith(f"run/{expected}")
+    assert error("sample").startswith(f"run/{expected}")
 
 
-@pytest.mark.parametrize("program", ASKED)
-def test_a_run_names_no_code_to_any_program(run, program):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_refuses_code_in_a_run(run, program):
     spoil_run(run, {"data": TOUCH, "sampler": TIMEIT})
-    assert told(program).startswith("run/config.yaml: data._target_=subprocess.call must be data.digits or ")
+    assert error(program).startswith("run/config.yaml: data._target_=subprocess.call must be data.digits or ")
 
 
 @pytest.mark.parametrize(("change", "expected"), VALUES_OF_RUNS, ids=lambda value: str(value)[:60])
-def test_what_a_run_declares_takes_no_memory_and_leads_nowhere(run, change, expected):
+def test_wrong_values_in_a_run_are_refused(run, change, expected):
     spoil_run(run, change)
-    assert expected in told("sample")
+    assert expected in error("sample")
 
 
 def test_a_manifest_of_other_data_is_refused(run):
     details = RunFolder(run).manifest()
     details["data"]["manifest"]["shape"] = [3, 4096, 4096]
     spoil_run(run, ("manifest.json", json.dumps(details).encode()))
-    assert "data.input_size=8 must be 4096, as in run/manifest.json" in told("sample")
+    assert "data.input_size=8 must be 4096, as in run/manifest.json" in error("sample")
 
 
 def with_sums(checkpoint):
@@ -184,17 +184,17 @@ def with_sums(checkpoint):
         (lambda file: os.truncate(file.with_name("SHA256SUMS"), 2**30), "is damaged (it holds more than"),
     ],
 )  # fmt: skip
-def test_weights_that_are_none_end_in_one_line(run, spoil, expected):
+def test_invalid_weights_are_refused_in_one_line(run, spoil, expected):
     (file,) = run.glob("checkpoints/*/ema.safetensors")
     spoil(file)
-    assert expected in told("sample")
+    assert expected in error("sample")
 
 
-def test_no_link_of_a_run_lets_a_file_elsewhere_be_written(run, tmp_path_factory):
-    """Not by the lock, nor by the other files that are written on the way."""
+def test_links_in_a_run_are_not_written_through(run, tmp_path_factory):
+    """Links at the lock and at temporary files are not followed."""
     victim = tmp_path_factory.mktemp("elsewhere") / "victim"
     victim.write_text("mine")
-    _, options = ASKED["sample"]
+    _, options = PROGRAMS["sample"]
     request, unfinished = (
         composed("run=run", *options, config_name="sample"),
         ".step_00000002_n2_seed0_2steps",
@@ -213,14 +213,14 @@ def test_no_link_of_a_run_lets_a_file_elsewhere_be_written(run, tmp_path_factory
 def test_a_folder_of_a_run_that_leads_elsewhere_is_not_written_to(run, tmp_path_factory):
     outside = tmp_path_factory.mktemp("elsewhere")
     (run / "samples").symlink_to(outside)
-    assert re.match(rf"run/samples\S* leads out of the run, to {outside}", told("sample"))
+    assert re.match(rf"run/samples\S* leads out of the run, to {outside}", error("sample"))
     assert list(outside.iterdir()) == []
 
 
 def test_a_run_in_a_folder_of_configurations_is_refused(run, monkeypatch):
     """The run's config.yaml would be one of the files that allow targets."""
     monkeypatch.setattr(experiment, "config_folders", lambda: (CONFIGS, Path()))
-    assert told("sample").startswith("run=run must not be inside a folder of configurations")
+    assert error("sample").startswith("run=run must not be inside a folder of configurations")
 
 
 def reads_or_refuses(run, request, weights):

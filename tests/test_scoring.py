@@ -106,7 +106,7 @@ def test_mistakes_end_in_one_line(folder, monkeypatch, overrides, message):
 
 
 def files(folder):
-    """List what is there but features of references, which are right whatever samples are like."""
+    """List the files, without features of references, which do not depend on the samples."""
     kept = {folder / "features", *(folder / "features").rglob("*")}
     return sorted({*folder.rglob("*")} - kept)
 

@@ -32,7 +32,7 @@ from tests.programs import start
 from tests.runs import ROOT, TINY, metrics, tiny_run, tiny_trainer
 from training.checkpoint import latest_checkpoint
 from training.run_folder import RunFolder
-from training.stopping import TIME_LIMIT, pass_on
+from training.stopping import TIME_LIMIT, notify_submitit
 
 SHORT = ("train.total_steps=4", "train.batch_size=4", "train.log_every=2")
 JOBS = ("optimizer.lr=-1,3e-4", *TINY, *SHORT)
@@ -177,7 +177,7 @@ def test_a_failed_job_leaves_no_tensor_to_the_next(in_a_sweep, capsys):
         gc.enable()
 
 
-def test_what_failed_is_said_where_a_sweeper_has_nothing_to_choose_from(in_a_sweep, capsys):
+def test_failures_are_printed_if_no_trial_completes(in_a_sweep, capsys):
     def sweep():
         record_end("a=2", reason="because")
         raise ValueError("No trials are completed yet.")
@@ -220,7 +220,7 @@ def test_a_sweeper_is_told_the_newest_value_of_a_metric(tmp_path):
         (("sweep_metric=val_loss_dense",), "loss"),
     ],
 )
-def test_a_number_that_a_run_does_not_log_is_no_metric_of_a_sweep(tmp_path, overrides, known):
+def test_the_metric_of_a_sweep_must_be_logged(tmp_path, overrides, known):
     with pytest.raises(ValueError, match=rf"^sweep_metric=\w+ must be a metric of the run: {known}$"):
         tiny_trainer(tmp_path / "run", *overrides)
     assert not RunFolder(tmp_path / "run").manifest_file.exists()
@@ -235,14 +235,14 @@ def test_a_choice_that_needs_an_extra_says_what_to_install(tmp_path):
     assert line.startswith("error: In 'hydra/launcher/slurm': Could not load 'hydra/")
 
 
-def test_who_started_the_run_is_asked_to_start_it_again():
+def test_submitit_is_notified_of_a_stopped_run():
     assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-    pass_on("SIGUSR2")  # nobody listens
+    notify_submitit("SIGUSR2")  # without a handler
     requests = []
     signal.signal(signal.SIGUSR2, lambda number, frame: requests.append(number))
     try:
         for reason, expected in (("SIGUSR2", 1), (TIME_LIMIT, 2), ("SIGTERM", 2), ("SIGUSR1", 2)):
-            pass_on(reason)
+            notify_submitit(reason)
             assert len(requests) == expected, reason
     finally:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
@@ -268,7 +268,7 @@ def test_jobs_at_once_share_the_cores(monkeypatch):
 
 @extras
 @pytest.mark.slow
-def test_jobs_at_once_give_what_they_give_alone(tmp_path):
+def test_parallel_jobs_equal_single_runs(tmp_path):
     assert sweep(tmp_path, "hydra/launcher=parallel", *JOBS).wait(200) == 1
     output = (tmp_path / "output").read_text()
     assert "error: 1 of the jobs failed:\n  optimizer.lr=-1" in output

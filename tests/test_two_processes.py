@@ -29,7 +29,7 @@ from training.fit import run_training
 from training.sharding import whole
 
 NUM_PROCESSES = 2
-SPOILT_STEP, SPOILT_PLACE, STOPPED_STEP = 1, 5, 2  # stopped where an evaluation is due and no checkpoint
+SPOILT_STEP, SPOILT_INDEX, STOPPED_STEP = 1, 5, 2  # stopped where an evaluation is due and no checkpoint
 # Two micro-batches for each process. The zeros of adaLN-Zero would hide most draws, and a small eps of Adam
 # would amplify gradients that are rounding errors.
 OPTIONS = ("train.micro_batch_size=2", "model.init=xavier", "optimizer.lr=1e-3", "optimizer.eps=1e-3")
@@ -92,7 +92,7 @@ def spoil(trainer):
 
     def spoilt(*args, **kwargs):
         losses = loss(*args, **kwargs)
-        here = drawn[-1] == (SPOILT_STEP, SPOILT_PLACE // 2)
+        here = drawn[-1] == (SPOILT_STEP, SPOILT_INDEX // 2)
         return losses + torch.tensor([0.0, torch.nan]) if here else losses
 
     trainer.loss = spoilt
@@ -111,8 +111,8 @@ def trained(folder, *overrides, ask_to_stop=False):
 
 
 def scored(folder, launch):
-    """Make a reference; return the scores of samples against one that has its images alone, and how many
-    images this process has seen for both.
+    """Make a reference, and score samples against one that has only its images. Return the scores, and the
+    number of images that this process has evaluated for both.
     """
     detector = Pixels()
     images, samples = (open_images(folder / f"{name}.npz") for name in ("reference", "samples"))
@@ -225,7 +225,7 @@ def test_the_skipped_step_names_the_sample_at_fault(folder):
     run.unlock()
     (skipped,) = metrics(folder / "whole")[1]["skipped_steps"]
     assert skipped["step"] == SPOILT_STEP + 1
-    assert skipped["entries"][0] == trainer.batches.entries(SPOILT_STEP)[SPOILT_PLACE]
+    assert skipped["entries"][0] == trainer.batches.entries(SPOILT_STEP)[SPOILT_INDEX]
 
 
 def test_all_processes_have_the_same_weights(outcomes):
@@ -233,14 +233,14 @@ def test_all_processes_have_the_same_weights(outcomes):
         assert len({getattr(of_one, name)[1] for of_one in outcomes}) == 1
 
 
-def test_all_stop_where_one_process_is_asked_to_and_go_on_bitwise(folder, outcomes):
+def test_a_signal_to_one_process_stops_all_and_the_run_resumes_bitwise(folder, outcomes):
     assert [of_one.stopped[0] for of_one in outcomes] == ["SIGTERM"] * NUM_PROCESSES
     starts = json.loads((folder / "stopped/manifest.json").read_text())["starts"]
     assert [start["step"] for start in starts] == [0, STOPPED_STEP + 1]
     assert_same_run(folder / "whole", folder / "stopped")
 
 
-def test_sharded_weights_stay_those_of_whole_ones_bitwise(folder, outcomes):
+def test_sharded_training_equals_ddp_bitwise(folder, outcomes):
     """With routes, masks, accumulation, a skipped step, a stop, uneven evaluations and pictures."""
     assert [of_one.sharded_stopped[0] for of_one in outcomes] == ["SIGTERM"] * NUM_PROCESSES
     assert {of_one.sharded for of_one in outcomes} == {of_one.whole for of_one in outcomes}
@@ -249,7 +249,7 @@ def test_sharded_weights_stay_those_of_whole_ones_bitwise(folder, outcomes):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_a_run_says_what_another_number_of_processes_means(folder):
+def test_a_resume_reports_another_number_of_processes(folder):
     starts = json.loads((folder / "handed/manifest.json").read_text())["starts"]
     assert [(start["step"], start["num_processes"]) for start in starts] == [(0, 1), (2, 2), (4, 1)]
     (change,) = starts[2]["changes"]
@@ -292,7 +292,7 @@ def test_two_processes_draw_the_images_of_one_bit_for_bit(folder, name):
         assert np.array_equal(one[array], two[array])
 
 
-def test_two_processes_score_as_one_and_the_first_tells(folder, outcomes):
+def test_two_processes_score_as_one_and_rank_0_has_the_scores(folder, outcomes):
     one, num_seen = torch.load(folder / "scores_of_one.pt")
     names = ("fid", "sfid", "is", "precision", "recall", "kid", "kid_std")
     assert one.keys() == {f"{name}{NUM_IMAGES + 4}" for name in names}
@@ -317,6 +317,6 @@ def test_ranks_that_disagree_refuse_together(outcomes):
     assert [of_one.differing for of_one in outcomes] == [message] * NUM_PROCESSES
 
 
-def test_none_waits_for_a_decision_that_failed(outcomes):
-    told = ["MemoryError('none left')", "RuntimeError('process 0: MemoryError: none left')"]
-    assert [of_one.undecided for of_one in outcomes] == told
+def test_a_failed_decision_ends_all_processes(outcomes):
+    errors = ["MemoryError('none left')", "RuntimeError('process 0: MemoryError: none left')"]
+    assert [of_one.undecided for of_one in outcomes] == errors

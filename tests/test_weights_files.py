@@ -178,7 +178,7 @@ MOMENTS = {"state": {i: {"exp_avg": torch.zeros(3), "step": 1} for i in range(20
         ({**NET.state_dict(), "blocks.0.attn.q_norm.weight": torch.ones(8)}, r"q_norm.weight is \(8,\)"),
     ],
 )  # fmt: skip
-def test_weights_of_a_file_are_known_or_refused(content, expected, tmp_path):
+def test_ambiguous_weights_are_refused(content, expected, tmp_path):
     """Averages under other names, prefixes that collide, and unknown parts."""
     torch.save(content, tmp_path / "file.pt")
     if expected in weights.ENTRIES:
@@ -193,7 +193,7 @@ def test_weights_of_a_file_are_known_or_refused(content, expected, tmp_path):
     "num_rows, declared, expected",
     [(11, 11, (11, 0.0)), (10, 9, (9, 0.1)), (11, None, (10, 0.1)), (1001, None, (1000,)), (0, 1000, (0,))],
 )
-def test_a_file_is_asked_how_many_classes_it_has(num_rows, declared, expected, tmp_path):
+def test_the_number_of_classes_is_read_from_the_file(num_rows, declared, expected, tmp_path):
     """Without a table of labels it has none, even if the arguments of its script have a default."""
     state = public(depth=1, num_rows=num_rows).state_dict()
     state = state if num_rows else {name: tensor for name, tensor in state.items() if "y_embed" not in name}
@@ -209,7 +209,7 @@ ROLLED = {"feat_rope.freqs_sin": public(switches=SWITCHES, depth=1).feat_rope.fr
 
 
 @pytest.mark.parametrize(
-    "options, changes, declared, objective, told",
+    "options, changes, declared, objective, message",
     [
         ({}, {}, None, None, "objective must be given"),
         ({}, WIDE, None, "edm", "hidden_size=400 must be a published width"),
@@ -221,17 +221,17 @@ ROLLED = {"feat_rope.freqs_sin": public(switches=SWITCHES, depth=1).feat_rope.fr
         ({"num_rows": 11}, {}, 12, "sit", "11 rows of labels must be num_classes=12, from the file, or"),
     ],
 )  # fmt: skip
-def test_what_a_file_does_not_say_is_refused(options, changes, declared, objective, told, tmp_path):
+def test_files_without_a_required_value_are_refused(options, changes, declared, objective, message, tmp_path):
     state = public(depth=1, **options).state_dict() | changes
     state = {name: tensor for name, tensor in state.items() if tensor is not None}
     torch.save(
         {"ema": state, **({"args": {"num_classes": declared}} if declared else {})}, tmp_path / "file.pt"
     )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         open_weights_file(tmp_path / "file.pt", objective)
 
 
-def test_latents_of_another_autoencoder_have_to_be_described(tmp_path):
+def test_latents_of_another_autoencoder_need_a_latent_folder(tmp_path):
     """A folder of latents is needed: a file does not contain their scale."""
     state = public(depth=1).state_dict()
     state["x_embedder.proj.weight"] = torch.zeros(WIDTH, 6, PATCH, PATCH)
@@ -252,7 +252,7 @@ def test_latents_of_another_autoencoder_have_to_be_described(tmp_path):
     assert (described["scale"], described["untrained_classes"]) == (scale, ())
 
 
-def test_files_of_this_project_say_what_they_are(tmp_path):
+def test_files_of_this_project_need_their_manifest_or_run(tmp_path):
     net = {"pos_embed": torch.zeros(1)}
     save_file(net, tmp_path / "cut.safetensors", metadata={CONFIG: "{}"})
     with pytest.raises(ValueError, match="has no manifest of its latents"):

@@ -20,8 +20,8 @@ class Optimizer:
     """Step one or more optimizers of torch.
 
     Args:
-        built: an optimizer, or several by name, each with a different part of the parameters. This is what
-            a target of `configs/optimizer/` returns for the named parameters of a network.
+        optimizers: an optimizer, or several by name, each with a different part of the parameters. This is
+            what a target of `configs/optimizer/` returns for the named parameters of a network.
         warmup_steps: number of steps over which the learning rates rise linearly to their values; 0: none.
         schedule: of the learning rates after that: `constant`, or `linear` or `cosine` to `end_factor` times
             their values at the last step.
@@ -29,7 +29,7 @@ class Optimizer:
 
     def __init__(
         self,
-        built: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+        optimizers: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         warmup_steps: int = 0,
         schedule: str = "constant",
         end_factor: float = 0.0,
@@ -38,7 +38,7 @@ class Optimizer:
         check_choice("optimizer.schedule", schedule, SCHEDULES)
         check_not_negative("optimizer.end_factor", end_factor)
         self.schedule, self.end_factor = schedule, end_factor
-        self.optimizers = dict(built) if isinstance(built, Mapping) else {"all": built}
+        self.optimizers = dict(optimizers) if isinstance(optimizers, Mapping) else {"all": optimizers}
         self.warmup_steps = warmup_steps
         self.groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
         self.rates = [group["lr"] for group in self.groups]

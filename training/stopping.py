@@ -55,7 +55,7 @@ class StopRequest:
             for number, handler in restored.items():
                 signal.signal(number, handler)
 
-    def agreed(self, reserve_sec: float, now: bool = False) -> str:
+    def global_reason(self, reserve_sec: float, now: bool = False) -> str:
         """Return the reason to stop now, or an empty string. All ranks call this once per step.
 
         Several ranks communicate at ticks, about a second apart, and not in between. After a signal to one
@@ -101,7 +101,7 @@ class StopRequest:
             os.write(2, AFTER_THIS_STEP)  # print() is not reentrant
 
 
-def pass_on(reason: str) -> None:
+def notify_submitit(reason: str) -> None:
     """Let submitit, if it started this process, queue it again: raise its signal, now that all is saved.
 
     After SIGTERM, the scheduler decides whether the job runs again.

@@ -246,7 +246,7 @@ class Trainer:
 
     def _stop_reason(self, evaluation: bool = False) -> str:
         reserve_sec = self.clock.reserve_sec(self.step - self.first_step, evaluation)
-        return self.stop.agreed(reserve_sec + self.recorder.closing_sec, now=evaluation)
+        return self.stop.global_reason(reserve_sec + self.recorder.closing_sec, now=evaluation)
 
     def _save(self, required: bool) -> None:
         """Save; if that fails, raise if `required`, else warn and continue: the disk may have room later."""

@@ -65,13 +65,13 @@ def load_weights(net: nn.Module, source: str | Path, label_table: bool = True) -
     weights = read_weights(file)
     if mismatch := find_mismatch(net, weights, label_table):
         raise ValueError(f"{file}: weights do not match the model: {mismatch}")
-    net.load_state_dict(_fitted(net, weights, label_table))
+    net.load_state_dict(_adapt_weights(net, weights, label_table))
     return {"file": str(file), "entry": weights.entry}
 
 
 def find_mismatch(net: nn.Module, weights: Weights, label_table: bool = True) -> str | None:
     """Describe the first tensor that does not fit the network, which may be on the meta device."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in _fitted(net, weights, label_table).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in _adapt_weights(net, weights, label_table).items()}
     expected = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
     for name in sorted(expected.keys() | shapes.keys()):
         if shapes.get(name) != expected.get(name):
@@ -119,12 +119,12 @@ def read_weights(source: str | Path, shapes_only: bool = False) -> Weights:
             raise ValueError(f"{file}: {name} is {tensor.dtype}, must be a dense floating-point tensor")
     if entry is not None:
         _check_entries(content, entry, file)
-    plain = _renamed(tensors, _without_prefixes, file)
+    plain = _rename_tensors(tensors, _without_prefixes, file)
     if any(SWIGLU in name for name in plain) and ROPE[0] not in plain:
         raise ValueError(f"{file} has SwiGLU without RoPE: not supported, LightningDiT blocks have both")
     plain = from_sprint(plain, file)
     num_first = len({name.split(".")[1] for name in plain if name.startswith("blocks.")})
-    named = _renamed(plain, lambda name: _local_name(name, num_first), file)
+    named = _rename_tensors(plain, lambda name: _local_name(name, num_first), file)
     return Weights(file, named, entry, None if entry is None else _num_classes(content))
 
 
@@ -202,7 +202,7 @@ def _num_classes(content: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _renamed(
+def _rename_tensors(
     tensors: Mapping[str, torch.Tensor], rename: Callable[[str], str], file: Path
 ) -> dict[str, torch.Tensor]:
     sources: dict[str, str] = {}
@@ -229,7 +229,7 @@ def _local_name(name: str, num_first: int) -> str:
     return name
 
 
-def _fitted(net: nn.Module, weights: Weights, label_table: bool) -> dict[str, torch.Tensor]:
+def _adapt_weights(net: nn.Module, weights: Weights, label_table: bool) -> dict[str, torch.Tensor]:
     """Return the weights in the form that a network loads.
 
     Raises:

@@ -23,7 +23,7 @@ from runtime.files import sha256
 
 NUM_POOL_FEATURES, NUM_SPATIAL_FEATURES, NUM_CLASSES = 2048, 2023, 1008
 NUM_SPATIAL_CHANNELS = 7
-RANDOM_MARK, NOTHING_CHECKED = "drawn_at_random", "nothing: it is random"
+RANDOM_MARK, RANDOM_WEIGHTS = "drawn_at_random", "nothing: it is random"
 EXPECTED = (
     f"Expected: {PUBLISHED['inception'].name} or pt_inception-2015-12-05-6726825d.pth (sha256 "
     f"{WEIGHTS_SHA256}); `python -m evaluation.fetch files=[inception]` downloads the first, `python -m "
@@ -121,7 +121,7 @@ def read_weights(
     except ValueError as error:
         raise ValueError(f"weights={file}: {error}. {EXPECTED}") from error
     if state.pop(RANDOM_MARK, None) is not None:
-        return state, {**record, "checked": NOTHING_CHECKED}
+        return state, {**record, "checked": RANDOM_WEIGHTS}
     return state, {**record, "checked": "sha256" if is_published else "names and shapes"}
 
 

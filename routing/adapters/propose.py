@@ -24,10 +24,10 @@ from routing.adapters.families.parts import Count, TablePerSample
 from routing.adapters.proof import Proof, prove
 from routing.routes import Route
 
-FOUR = " " * 4
+INDENT = " " * 4
 ROUTES = (Route(0.5, 0, -1), Route(0.75, 0, -1))  # two, because an adapter may fit one by chance
 # Raised by a wrong adapter, or by blocks that get tensors of wrong shapes from it.
-WRONG = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, AssertionError)
+ADAPTER_ERRORS = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, AssertionError)
 
 
 class Proposal(NamedTuple):
@@ -67,40 +67,40 @@ def propose_adapter(
         ValueError: no adapter passed; the message says what was observed.
     """
     lists = _watch(model, arguments, image)
-    longest = max(lists, key=lambda watched: len(watched.calls))
+    longest = max(lists, key=lambda trace: len(trace.calls))
     prefixes = suffixes = _lengths(model, arguments, image)
     P = num_prefix_tokens(model, arguments) if num_prefix_tokens else 0
     if num_prefix_tokens:
         prefixes = {**prefixes, P: "num_prefix_tokens(model, arguments)"}
         first = longest.first
-        for watched in lists:
-            if watched.first == first and 0 < first < P:  # `image` starts with other tokens
-                watched.first, watched.num_tokens = P, watched.num_tokens - (P - first)
+        for trace in lists:
+            if trace.first == first and 0 < first < P:  # `image` starts with other tokens
+                trace.first, trace.num_tokens = P, trace.num_tokens - (P - first)
     if num_suffix_tokens:
         suffixes = {longest.num_suffix: "num_suffix_tokens(model, arguments)"}
-    given = {"num_prefix_tokens": num_prefix_tokens, "num_suffix_tokens": num_suffix_tokens}
+    counters = {"num_prefix_tokens": num_prefix_tokens, "num_suffix_tokens": num_suffix_tokens}
     failed: list[tuple[float, bool, str]] = []
     optional = {"return_dict"} & inspect.signature(model.forward).parameters.keys() - arguments.keys()
-    accepts = f"{FOUR}accepts={_names((*arguments, *optional))},\n"
+    accepts = f"{INDENT}accepts={_names((*arguments, *optional))},\n"
     drafts = (
         f"Adapter(\n{block_lists}{accepts}{counts}{whole})\n"
-        for whole in ("", f"{FOUR}whole_between_blocks=True,\n")
+        for whole in ("", f"{INDENT}whole_between_blocks=True,\n")
         for block_lists, counts in _drafts(lists, longest, prefixes, suffixes)
     )
     for source in drafts:
         # The proof is about the source itself, so evaluate it.
         scope = {"Adapter": Adapter, "BlockList": BlockList, "TablePerSample": TablePerSample}
-        adapter = eval(source, scope | given)
+        adapter = eval(source, scope | counters)
         try:
             if P and adapter.num_prefix_tokens(model, arguments) != P:
                 raise ValueError(f"no sequence has the {P} prefix tokens that num_prefix_tokens returns")
             proofs = [prove(model, adapter, arguments, route) for route in ROUTES]
-        except WRONG as error:
+        except ADAPTER_ERRORS as error:
             distance, reason = torch.inf, f"{type(error).__name__}: {error}"
         else:
             proof = max(proofs, key=lambda proof: proof.dense + proof.routed)
             if all(proof.passes for proof in proofs):  # false for NaN
-                return Proposal(_file(source, [name for name in given if given[name]]), adapter, proof)
+                return Proposal(_file(source, [name for name in counters if counters[name]]), adapter, proof)
             distance, reason = max(proof), f"the routes differ by {max(proof):.1g} of what they change"
         failed.append((distance, adapter.whole_between_blocks, f"{source}\n{reason}"))
     *_, closest = min(reversed(failed), key=lambda attempt: attempt[:2])
@@ -127,7 +127,7 @@ class _Call(NamedTuple):
 
 
 @dataclass
-class _Watched:
+class _Trace:
     """A list of blocks that processes the image, and its calls.
 
     Args:
@@ -163,7 +163,7 @@ class _Watched:
         pairs = [pair for call in self.calls for pair in call.arguments.items()]
         return {name: value for name, value in pairs if value is not None and name != self.tokens}
 
-    def find(self, changed: Mapping[str, Any], before: "_Watched | None") -> None:
+    def find(self, changed: Mapping[str, Any], before: "_Trace | None") -> None:
         """Find the tokens among the arguments that another image changes. In the first list they are the
         entries that change; in a later list, the output of the list before it, or a sequence as long.
         """
@@ -220,14 +220,14 @@ class _Watched:
         parts += [f"output={self.output}"] if self.output is not None else []
         if gathers:
             bodies = {name: _fill(gather, "value") for name, gather in gathers.items()}
-            lines = "".join(f'{FOUR * 4}"{name}": lambda value, kept: {b},\n' for name, b in bodies.items())
-            parts.append(f"by_token={{\n{lines}{FOUR * 3}}}")
+            lines = "".join(f'{INDENT * 4}"{name}": lambda value, kept: {b},\n' for name, b in bodies.items())
+            parts.append(f"by_token={{\n{lines}{INDENT * 3}}}")
         if shared := [name for name in self.other_arguments if name not in gathers]:
             parts.append(f"shared={_names(shared)}")
         parts += ["sequence_first=True"] if self.sequence_first else []
         parts += [f"num_suffix_tokens=lambda model, arguments: {suffix}"] if suffix else []
-        lines = "".join(f"{FOUR * 3}{part},\n" for part in parts)
-        return f"{FOUR * 2}BlockList(\n{lines}{FOUR * 2}),\n"
+        lines = "".join(f"{INDENT * 3}{part},\n" for part in parts)
+        return f"{INDENT * 2}BlockList(\n{lines}{INDENT * 2}),\n"
 
     def variants(self, values: Mapping[str, Any]) -> list[dict[str, str]]:
         """Return all combinations of expressions that gather the values indexed by token, by name."""
@@ -298,12 +298,12 @@ def _along_dims(methods: Mapping[int, Sequence[str]]) -> Iterator[str]:
 
 
 def _drafts(
-    lists: Sequence[_Watched], longest: _Watched, prefixes: Mapping[int, str], suffixes: Mapping[int, str]
+    lists: Sequence[_Trace], longest: _Trace, prefixes: Mapping[int, str], suffixes: Mapping[int, str]
 ) -> Iterator[tuple[str, str]]:
     """Yield sources of block lists and counts: first for all lists with a known prefix and suffix, then
     without the first lists, which may be refiners of the image.
     """
-    joint = next((watched for watched in (longest, *lists) if watched.first), longest)
+    joint = next((trace for trace in (longest, *lists) if trace.first), longest)
     P, S = joint.first, longest.num_suffix
     for number, known, side, where in ((P, prefixes, "prefix", joint), (S, suffixes, "suffix", longest)):
         if number and number not in known:
@@ -318,27 +318,27 @@ def _drafts(
         # Tables and masks may have a prefix that the tokens lack.
         numbers = [P] if P else [*(n for n in prefixes if longest.length + n in sizes), 0]
         for number, num_others in product(numbers, ((), (*prefixes, S))):
-            for watched in chosen:
-                watched.num_prefix, watched.num_others = number, num_others
-            for gathers in product(*(watched.variants(watched.other_arguments) for watched in chosen)):
+            for trace in chosen:
+                trace.num_prefix, trace.num_others = number, num_others
+            for gathers in product(*(trace.variants(trace.other_arguments) for trace in chosen)):
                 yield _draft(list(zip(chosen, gathers, strict=True)), prefixes.get(number), suffixes)
 
 
 def _draft(
-    lists: Sequence[tuple[_Watched, Mapping[str, str]]], prefix: str | None, suffixes: Mapping[int, str]
+    lists: Sequence[tuple[_Trace, Mapping[str, str]]], prefix: str | None, suffixes: Mapping[int, str]
 ) -> tuple[str, str]:
     """Return the source of block lists, and of the functions that count prefix and suffix tokens."""
-    by_list, counts = [suffixes.get(watched.num_suffix) for watched, _ in lists], {}
-    if len({watched.num_suffix for watched, _ in lists}) == 1 and by_list[0]:
+    by_list, counts = [suffixes.get(trace.num_suffix) for trace, _ in lists], {}
+    if len({trace.num_suffix for trace, _ in lists}) == 1 and by_list[0]:
         counts, by_list = {"num_suffix_tokens": by_list[0]}, [None for _ in lists]
     sources = "".join(x.source(gathers, count) for (x, gathers), count in zip(lists, by_list, strict=True))
     if any(text in sources for text in ("joint=True", "gather_joint", _fill(LEADING, ""))):
         counts = {"num_prefix_tokens": prefix, **counts}
-    lines = (f"{FOUR}{name}=lambda model, arguments: {text},\n" for name, text in counts.items())
-    return f"{FOUR}block_lists=(\n{sources}{FOUR}),\n", "".join(lines)
+    lines = (f"{INDENT}{name}=lambda model, arguments: {text},\n" for name, text in counts.items())
+    return f"{INDENT}block_lists=(\n{sources}{INDENT}),\n", "".join(lines)
 
 
-def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> list[_Watched]:
+def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> list[_Trace]:
     """Return the lists of blocks that process the image, in the order in which they run."""
     if not all(isinstance(x, torch.Tensor) for x in tree_leaves(arguments.get(image))):
         raise ValueError(f"image={image} must be a tensor among the arguments, or a list of tensors")
@@ -346,14 +346,14 @@ def _watch(model: nn.Module, arguments: Mapping[str, Any], image: str) -> list[_
         raise ValueError(f"{image} must have at least two samples, which differ")
     calls = _calls(model, arguments)
     changed = _calls(model, {**arguments, image: tree_map(torch.randn_like, arguments[image])})
-    lists: list[_Watched] = []
+    lists: list[_Trace] = []
     for name, list_calls in calls.items():
         before = lists[-1] if lists else None
         if before and list_calls[0].order < before.calls[-1].order:
             continue  # it runs between the blocks of the list before
-        watched = _Watched(name, list_calls, len(arguments[image]))
-        watched.find(changed[name][0].arguments, before)
-        lists += [watched] if watched.tokens else []
+        trace = _Trace(name, list_calls, len(arguments[image]))
+        trace.find(changed[name][0].arguments, before)
+        lists += [trace] if trace.tokens else []
     if not lists:
         raise ValueError(
             f"{type(model).__name__} has no list of blocks that run in order and whose attention "

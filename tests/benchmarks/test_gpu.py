@@ -132,7 +132,7 @@ def test_checks_of_tests_are_rows():
 
 def test_a_stage_that_does_not_end_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE_SEC", 0)
-    assert "time is up" in gpu.run_apart("sample", tmp_path, True, 0.5)
+    assert "time is up" in gpu.launch_stage("sample", tmp_path, True, 0.5)
 
 
 def test_twins_come_last_and_have_their_own_limit():
@@ -142,7 +142,7 @@ def test_twins_come_last_and_have_their_own_limit():
     assert set(gpu.parse(["out", "--limit=0"]).limits.values()) == {0}
 
 
-def test_a_program_of_its_own_cannot_run_here(capsys):
+def test_here_refuses_a_separate_program(capsys):
     with pytest.raises(SystemExit):
         gpu.parse(["out", "twins", "--here"])
     assert "stage twins: must be one of check, step, sample, families\n" in capsys.readouterr().err
@@ -166,8 +166,8 @@ def program(tmp_path, monkeypatch):
 @pytest.mark.parametrize("status", [0, 1, 3])
 def test_twins_are_a_program_with_its_own_command_line(tmp_path, program, status):
     program(status)
-    assert gpu.run_apart("twins", tmp_path, False, 1800, again=True) == gpu.ENDS[status]
-    assert gpu.run_apart("twins", tmp_path, True, 90.5) == gpu.ENDS[status]
+    assert gpu.launch_stage("twins", tmp_path, False, 1800, again=True) == gpu.ENDS[status]
+    assert gpu.launch_stage("twins", tmp_path, True, 90.5) == gpu.ENDS[status]
     expected = ([], ["--tiny"])
     lines = [f"{[str(tmp_path), 'glyphs-s2', '--jobs=4', *options]} shared\n" for options in expected]
     assert (tmp_path / "twins.log").read_text() == "".join(lines)
@@ -179,7 +179,7 @@ def test_the_study_takes_the_command_line_of_its_stage():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_tables_on_pages_are_what_the_records_give(page):
+def test_tables_on_pages_match_the_records(page):
     text = (ROOT / page).read_text()
     assert TABLE.search(text)
     assert fill_tables(text, RESULTS, COLUMNS) == text

@@ -16,7 +16,7 @@ def resolved(*overrides, saved=None, device=CPU, num_processes=1):
 
 
 @pytest.fixture(autouse=True)
-def nothing_chosen(monkeypatch):
+def unset_malloc_variables(monkeypatch):
     for name in MALLOC_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 

@@ -21,7 +21,7 @@ from builders.scoring import ScoreConfig
 from diffusion import CFG, EDMPrecond, SparseGuidance, edm_sampler
 from evaluation import ArrayImages, Reference, Suite
 from evaluation.metrics.kernel import KernelDistance
-from evaluation.pictures import in_turn
+from evaluation.pictures import interleave_classes
 from models import DiT
 from runtime.errors import UserError
 from runtime.files import sha256
@@ -70,7 +70,7 @@ def test_a_batch_on_a_cpu_has_about_as_many_tokens_whatever_the_network():
         assert model_of(net).default_batch_size(bf16=False) == num_images == 4096 // net.num_tokens
 
 
-def test_blocks_are_compiled_where_the_work_outlasts_that(monkeypatch):
+def test_blocks_are_compiled_if_this_saves_time(monkeypatch):
     model = model_of(num_steps=10)
     if not can_compile(ALONE.device):
         pytest.skip("no compiler, or no headers of Python")
@@ -195,7 +195,7 @@ def test_the_error_for_parts_of_another_job_names_a_remedy_that_the_program_has(
 
 
 @pytest.mark.slow
-def test_leftovers_of_another_job_decide_nothing(run, tmp_path):
+def test_parts_of_another_job_do_not_set_options(run, tmp_path):
     stopped(run, tmp_path / "s.npz", 1, "batch_size=9", "mixed_precision=bf16")
     (tmp_path / "s.npz.partial/about.json").write_text("{")
     with pytest.raises(UserError, match=r"about.json is damaged"):
@@ -210,15 +210,15 @@ def test_leftovers_of_another_job_decide_nothing(run, tmp_path):
     assert (record["batch_size"], record["mixed_precision"]) == (7, "no")
 
 
-def test_a_job_without_parts_is_no_job(run, tmp_path):
-    """As after a disk that was too small, or a first sample that was not finite."""
+def test_a_job_without_parts_is_replaced(run, tmp_path):
+    """Such as after a full disk, or a first sample that is not finite."""
     stopped(run, tmp_path / "s.npz", 0)
     assert list(tmp_path.iterdir()) == []
     folder = PartCache(tmp_path / "p", {"a": 1}, 2, 1)
     folder.start()
     assert PartCache(tmp_path / "p", {"a": 2}, 2, 1).start() == [0, 1]
     PartCache(tmp_path / "p", {"a": 2}, 2, 1).write(0, {"x": np.zeros(1)})
-    # What the room on a disk is checked for: parts of another job will be made again.
+    # Disk space is needed for missing parts; parts of another job count as missing.
     assert [PartCache(tmp_path / "p", {"a": a}, 2, 1).missing() for a in (2, 3)] == [[1], [0, 1]]
     (tmp_path / "link").symlink_to(tmp_path / "p")
     with pytest.raises(ValueError, match=r"link is a link, must be a folder: remove it"):
@@ -284,14 +284,14 @@ def test_a_picture_grows_while_images_are_drawn(run, tmp_path):
     tiles = [picture[16:80, 2:66] for picture in (shown[1], last)]
     assert np.array_equal(*tiles), "an image stays in its place"
     with np.load(tmp_path / "s.npz") as arrays:
-        images, order = arrays["arr_0"], in_turn(arrays["arr_1"])
+        images, order = arrays["arr_0"], interleave_classes(arrays["arr_1"])
     for place, i in enumerate(order):
         assert np.array_equal(last[16:80:8, 68 * place + 2 : 68 * place + 66 : 8], images[i])
 
 
 @pytest.fixture
 def scored(run, tmp_path, monkeypatch):
-    """Score a run as fid.py does; return a function that does, and the images that its detector has seen."""
+    """Return a function that scores a run as fid.py does, and the batch sizes that its detector gets."""
     seen = []
 
     class Watching(Projections):
@@ -329,13 +329,13 @@ def test_a_stopped_score_resumes(scored, tmp_path):
     assert not (tmp_path / "again.json").exists()
     seen.clear()
     again = score("again")
-    assert seen == [3], "of the last part; the reference was looked at before"
+    assert seen == [3], "of the last part; the others are cached"
     for key in ("values", "images_sha256", "cost_per_image", "samples"):
         assert again[key] == whole[key]
 
 
 @pytest.mark.slow
-def test_more_metrics_and_other_checkpoints_share_what_was_looked_at(scored):
+def test_metrics_and_checkpoints_share_cached_features(scored):
     score, seen = scored
     score("few", "precision_recall=false")
     seen.clear()
@@ -345,7 +345,7 @@ def test_more_metrics_and_other_checkpoints_share_what_was_looked_at(scored):
     assert {"precision10", "kid10"} <= more["values"].keys()
     seen.clear()
     other = score("other", "checkpoint=4")
-    assert sum(seen) == 10, "the reference is not looked at again"
+    assert sum(seen) == 10, "the features of the reference are cached"
     assert other["images_sha256"] != more["images_sha256"]
 
 
@@ -363,7 +363,7 @@ def test_features_of_other_code_or_another_batch_are_not_used(scored):
 
 
 @pytest.mark.slow
-def test_weights_mean_something_else_in_another_network(run, scored, tmp_path):
+def test_features_depend_on_the_configuration_of_the_network(run, scored, tmp_path):
     score, seen = scored
     score("a")
     other = shutil.copytree(run, tmp_path / "other")
@@ -391,7 +391,7 @@ def test_features_depend_on_the_arguments_of_a_detector():
     assert len(paths) == 2
 
 
-def test_features_are_not_kept_among_the_images_that_are_looked_at(tmp_path):
+def test_a_features_folder_inside_the_images_is_refused(tmp_path):
     request = ScoreConfig(images=str(tmp_path / "photos"))
     with pytest.raises(ValueError, match=r"features=.*photos/features must not be inside images=.*photos"):
         request.features_folder(tmp_path / "photos/reference.npz")

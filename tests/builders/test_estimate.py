@@ -95,6 +95,6 @@ def test_the_limit_of_a_container_or_a_job_counts(tmp_path, monkeypatch, group, 
     assert free_memory(Launch(world_size=4)) == min(free, 8 * GIB) // 2
 
 
-def test_times_are_one_number():
+def test_durations_have_one_unit():
     lengths = {0.4: "0 s", 119: "119 s", 120: "2 min", 7199: "120 min", 7200: "2 h", 172_800: "2 days"}
     assert {sec: duration(sec) for sec in lengths} == lengths

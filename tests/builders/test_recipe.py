@@ -42,7 +42,7 @@ def test_a_small_set_gets_a_small_network_and_minutes_of_steps(latents):
     assert values.items() >= expected.items()
 
 
-def test_each_part_is_a_key_that_the_others_follow(latents):
+def test_the_recipe_follows_overridden_keys(latents):
     values = chosen(latents, "train.total_steps=80", "train.batch_size=7", "model/size=s_2")
     expected = {"train.save_every": 10, "train.eval_every": 20, "train.sample_every": 10}
     expected |= {"train.log_every": 2, "optimizer.lr": 1e-4, "optimizer.betas": [0.9, 0.999]}
@@ -60,7 +60,7 @@ def test_each_part_is_a_key_that_the_others_follow(latents):
         (1_281_167, 1152, 256, 400_000),
     ],
 )
-def test_a_gpu_gets_what_the_entries_can_fill(latents, monkeypatch, count, width, batch_size, total_steps):
+def test_a_gpu_recipe_grows_with_the_data(latents, monkeypatch, count, width, batch_size, total_steps):
     shape = (4, 32, 32)
     manifest = LatentManifest(count, shape, "float16", "samples", 2, "identity", num_held_out=4)
     monkeypatch.setattr(recipe, "read_manifest", lambda path: manifest)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from builders.references import of_latents
+from builders.references import latent_reference
 from data import (
     IdentityEncoder,
     LatentDataset,
@@ -196,7 +196,7 @@ def test_fewer_digits_to_train_on_keep_the_held_out_ones(tmp_path):
     few, many = ({*keys_of(*real_images(d, d.train_ids, IdentityEncoder()))} for d in (sets[1], sets[0]))
     assert few < many
     assert (sets[2].manifest.origin, sets[0].manifest.origin) == (None, {"num_images": 200})
-    assert of_latents(str(tmp_path / "200")).images.count == 200
+    assert latent_reference(str(tmp_path / "200")).images.count == 200
 
 
 IDS = ("held_out_ids", "train_ids")

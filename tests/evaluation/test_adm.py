@@ -124,18 +124,18 @@ def test_a_reference_holds_evenly_spaced_images_and_the_statistics_of_all(folder
         assert stored[metric] == pytest.approx(complete[metric], rel=1e-6)
     kept, samples = DETECTOR(REFERENCE[[0, 2, 5, 8, 11, 14]])["pool"], DETECTOR(SAMPLES)["pool"]
     assert (stored["precision22"], stored["recall22"]) == precision_recall(kept, samples)
-    assert open_reference(folder / "made.npz", open_images).made_by == DETECTOR.record["tensors_sha256"]
+    assert open_reference(folder / "made.npz", open_images).weights_hash == DETECTOR.record["tensors_sha256"]
 
 
-@pytest.mark.parametrize(("detector", "made_by"), [(DETECTOR, "other"), (PixelDetector(), None)])
-def test_statistics_of_another_detector_are_refused(detector, made_by):
+@pytest.mark.parametrize(("detector", "sha"), [(DETECTOR, "other"), (PixelDetector(), None)])
+def test_statistics_of_another_detector_are_refused(detector, sha):
     """Also if its features have the same name and size."""
     statistics = {(FeatureStatistics, "pool"): Gaussian(np.zeros(2048), np.eye(2048))}
     options = {"num_samples": 5, "labels": "random", "launch": Launch()}
     metrics = {"distance": FrechetDistance("fd", "pool")}
     with pytest.raises(ValueError, match=r"statistics .* were not made with (none|PixelDetector)"):
         Suite(
-            Reference(statistics=statistics, made_by=made_by), detector=detector, metrics=metrics, **options
+            Reference(statistics=statistics, weights_hash=sha), detector=detector, metrics=metrics, **options
         )
 
 

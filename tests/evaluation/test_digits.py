@@ -19,7 +19,7 @@ from evaluation import (
 )
 from evaluation.pictures import (
     OVER_TIME,
-    in_turn,
+    interleave_classes,
     row_height,
     save_grid,
     save_over_time,
@@ -145,7 +145,7 @@ def test_a_reference_too_large_for_memory_is_refused(dataset, monkeypatch):
 
 def test_classes_alternate_in_a_picture():
     labels = np.array([3, 1, 1, 0, 3, 3, 1, 2])
-    order = in_turn(labels)
+    order = interleave_classes(labels)
     assert labels[order].tolist() == [0, 1, 2, 3, 1, 3, 1, 3]
     assert order.tolist() == [3, 1, 7, 0, 2, 4, 6, 5], "images of a class keep their order"
 

@@ -6,7 +6,7 @@ import torch
 from torchvision.models import inception_v3
 
 from evaluation import ArrayImages, Reference
-from evaluation.detectors.inception import NOTHING_CHECKED, InceptionDetector, read_weights
+from evaluation.detectors.inception import RANDOM_WEIGHTS, InceptionDetector, read_weights
 from evaluation.detectors.random_weights import write_random_weights
 from tests.inception import adm_suite, state
 
@@ -108,7 +108,7 @@ def test_random_weights_are_used_and_marked(tmp_path, weights):
         read_weights(file)
     images = Reference(images=ArrayImages(np.concatenate([IMAGES, IMAGES])))
     for source, checked, key in (
-        (file, NOTHING_CHECKED, "fid4_of_random_weights"),
+        (file, RANDOM_WEIGHTS, "fid4_of_random_weights"),
         (weights, "names and shapes", "fid4"),
     ):
         _, record = read_weights(source, allow_unpublished=True)
@@ -116,7 +116,7 @@ def test_random_weights_are_used_and_marked(tmp_path, weights):
         suite = adm_suite(SimpleNamespace(record=record), images)
         assert suite.score_name("fid", 4) == key
         mean_nothing = [w for w in suite.warnings(4, IMAGES.shape[1:]) if "these scores mean nothing" in w]
-        assert len(mean_nothing) == (checked == NOTHING_CHECKED)
+        assert len(mean_nothing) == (checked == RANDOM_WEIGHTS)
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path):

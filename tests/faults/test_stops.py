@@ -92,7 +92,7 @@ def test_an_ignored_ctrl_c_stays_ignored(tmp_path):
         signal.signal(signal.SIGINT, handler)
 
 
-def test_the_last_log_point_is_left_for_the_next_start(tmp_path):
+def test_a_resume_writes_a_missing_last_line(tmp_path):
     """Kill between the last checkpoint and the last line, which is not at a log point."""
     tiny_run(tmp_path / "whole", "train.log_every=4")
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=4")
@@ -112,18 +112,18 @@ def test_the_last_log_point_is_left_for_the_next_start(tmp_path):
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
-def test_a_request_between_two_evaluations_saves_what_is_not_saved(tmp_path):
+def test_a_stop_before_an_evaluation_saves_the_step(tmp_path):
     tiny_run(tmp_path / "whole", "train.eval_every=3")
     trainer, run = tiny_trainer(tmp_path / "run", "train.eval_every=3")
-    agreed, calls = trainer.stop.agreed, []
+    global_reason, calls = trainer.stop.global_reason, []
 
     def before_the_evaluation(reserve_sec, now):
         calls.append(trainer.step)
         if calls.count(3) == 2:  # the first call is before the turn, the second before its evaluation
             os.kill(os.getpid(), signal.SIGTERM)
-        return agreed(reserve_sec, now)
+        return global_reason(reserve_sec, now)
 
-    trainer.stop.agreed = before_the_evaluation
+    trainer.stop.global_reason = before_the_evaluation
     assert run_training(trainer, run) == "SIGTERM"
     assert trainer.step == trainer.saved_step == 3
     tiny_run(tmp_path / "run", "train.eval_every=3")
@@ -227,7 +227,7 @@ def test_a_run_without_a_launcher_outlives_its_parent(monkeypatch, variable, rea
     monkeypatch.setenv(variable, "1")
     stop = StopRequest(None)
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert stop.agreed(0.0) == reason
+    assert stop.global_reason(0.0) == reason
 
 
 @pytest.mark.parametrize("has_peers", [True, False])

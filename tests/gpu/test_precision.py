@@ -213,7 +213,7 @@ def weights_in_tf32(net):
 
 
 @pytest.mark.parametrize("spoil", [a_weight_off, weights_in_tf32])
-def test_another_computation_is_seen(spoil):
+def test_changed_weights_are_detected(spoil):
     with torch.random.fork_rng():
         experiment, net = model("routed", tiny=True)
     spoilt = deepcopy(net)

@@ -23,7 +23,7 @@ from tests.gpu.test_precision import BATCH_SIZE, CPU, TINY, relative
 from training.trainer import Trainer
 
 COVERAGE, CUDA = 0.25, torch.device("cuda")
-TOTAL_STEPS, SAVE_EVERY, KILLED_IN = 8, 4, 6
+TOTAL_STEPS, SAVE_EVERY, KILL_STEP = 8, 4, 6
 # Of two runs on CUDA, some of whose kernels add up in any order. On a CPU, S/2 is parted by 3e-5, 1e-8 and
 # 6e-7 where noise of a thousandth of their size is added to gradients, and by 1e-3, 4e-7 and 3e-4 where the
 # optimizer forgets its state.
@@ -140,28 +140,28 @@ def test_a_killed_run_resumes(tmp_path, device, tiny, check):
     write_latents(tmp_path / "latents", setting)
     overrides = overrides_of(setting, "routed", tmp_path)
     undisturbed, resumed, again = (tmp_path / name for name in ("undisturbed", "resumed", "again"))
-    assert train_apart(resumed, overrides, KILLED_IN) == -signal.SIGKILL
-    assert [train_apart(run, overrides) for run in (undisturbed, resumed, again)] == [0, 0, 0]
+    assert train_in_process(resumed, overrides, KILL_STEP) == -signal.SIGKILL
+    assert [train_in_process(run, overrides) for run in (undisturbed, resumed, again)] == [0, 0, 0]
     starts = [start["step"] for start in json.loads((resumed / "manifest.json").read_text())["starts"]]
     assert starts == [0, SAVE_EVERY]
     check(compared_runs(undisturbed, resumed, again, device))
 
 
-def train_apart(run, overrides, killed_in=None):
-    arguments = ([*overrides, f"output_dir={run}"], killed_in, dict(os.environ))
+def train_in_process(run, overrides, kill_step=None):
+    arguments = ([*overrides, f"output_dir={run}"], kill_step, dict(os.environ))
     process = CONTEXT.Process(target=train_here, args=arguments)
     process.start()
     process.join()
     return process.exitcode
 
 
-def train_here(overrides, killed_in, variables):
+def train_here(overrides, kill_step, variables):
     """Train as the command line would; a kill may end the process at a step."""
     os.environ.update(variables)  # the server that forks has those of an earlier test
     train_step = Trainer.train_step
 
     def killed(trainer, *batches):
-        if trainer.step + 1 == killed_in:
+        if trainer.step + 1 == kill_step:
             os.kill(os.getpid(), signal.SIGKILL)
         train_step(trainer, *batches)
 
@@ -202,20 +202,20 @@ def trainer(tmp_path):
         yield trainer
 
 
-def test_a_step_that_is_not_skipped_or_moves_nothing_is_seen(trainer):
+def test_a_wrong_skip_is_detected(trainer):
     step = trainer.optimizer.step
     for spoilt, row in ((lambda skipped: step(torch.zeros_like(skipped)), 0), (lambda skipped: None, 1)):
         trainer.optimizer.step = spoilt
         assert spoil_one_step(trainer)[row][1] >= len(trainer.parameters)
 
 
-def test_where_a_step_waits_is_told(trainer):
+def test_the_waiting_line_is_named(trainer):
     def wait():
         raise RuntimeError("called a synchronizing CUDA operation")
 
     trainer.update_weights = wait
-    told = where_it_waits(trainer)
-    assert re.fullmatch(r"test_trainings.py, line \d+: called a synchronizing CUDA operation", told)
+    line = where_it_waits(trainer)
+    assert re.fullmatch(r"test_trainings.py, line \d+: called a synchronizing CUDA operation", line)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_where_a_step_waits_is_told(trainer):
         ({"weight": 1.06}, {"weight": 1.01}, ["cpu", "cuda"]),
     ],
 )
-def test_a_run_that_ends_elsewhere_is_seen(tmp_path, resumed, again, exceeded_on):
+def test_a_different_final_state_is_detected(tmp_path, resumed, again, exceeded_on):
     runs = {"first": {}, "resumed": resumed, "again": again}
     for name, ends in runs.items():
         checkpoint = tmp_path / name / f"checkpoints/step_{TOTAL_STEPS:08d}"

@@ -114,7 +114,7 @@ def test_the_cost_model_knows_the_blocks_outside_autocast(fp32, checkpointing):
     assert cost_of(net).fp32_training_flops == (3 + checkpointing) * expected
 
 
-def test_masks_and_short_windows_lower_what_a_route_can_give():
+def test_masks_and_short_windows_lower_the_speedup():
     with torch.device("meta"):
         long, short = (DiT(32, 2, 4, 384, 12, 6, routes=[Route(0.5, 2, end)]) for end in (8, 4))
     masked, full = cost_of(long, mask_coverage=0.6), cost_of(long, mask_coverage=1.0)

@@ -68,7 +68,7 @@ def test_a_dropped_path_is_a_skipped_window():
     assert torch.equal(fuse.train()(None, None, original), skipped)
 
 
-def test_a_network_without_path_drop_draws_no_more_than_its_tokens():
+def test_only_path_drop_draws_more_than_the_tokens():
     states = []
     for rejoin in (Bypass, KEPT_PATH, Fuse, Mask):
         generator = torch.Generator().manual_seed(0)

@@ -172,12 +172,12 @@ def test_cross_attention_starts_as_zero_and_learns():
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_unsupported_conditioning_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         small_dit(**{"text": IDS, "num_classes": 0, **change})
 
 
-def test_a_shape_is_of_ids_or_of_embeddings():
+def test_a_text_shape_has_a_vocabulary_or_features():
     for sizes in ({}, {"vocab_size": 3, "num_features": 3}):
         with pytest.raises(ValueError, match="either vocab_size or num_features"):
             TextShape(4, **sizes)

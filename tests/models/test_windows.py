@@ -136,7 +136,7 @@ def test_separate_halves_save_half_of_the_attention_of_the_window():
         ({"window": "none"}, "model.window=none must be"),
     ],
 )
-def test_what_a_second_sequence_cannot_have_is_refused(options, message):
+def test_options_without_support_in_windows_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         small_dit([PAPER], **options)
 
@@ -157,7 +157,7 @@ def corrected(layer, x, c, positions):
 
 @pytest.mark.parametrize("attention", ["sdpa", "explicit"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_token_weighs_itself_as_among_all_tokens(attention, checkpointing):
+def test_the_self_logit_block_matches_its_equation(attention, checkpointing):
     options = {"block": "self_logit", "window": "separate", "attention": attention}
     net, batch, noise = case(gradient_checkpointing=checkpointing, **options)
     output = net(*batch, routing=Routing(noise=[noise]))

@@ -114,7 +114,7 @@ def test_a_configuration_of_simpletuner_is_read():
     assert from_simpletuner({"routes": [vars(route) for route in routes]}) == tuple(routes)
 
 
-THEIRS = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}
+ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,11 @@ THEIRS = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}
         ({"model_family": "flux"}, "must have one key, routes"),
         ({"routes": [None]}, r"routes\.0=None must have selection_ratio, start_layer_idx, end_layer_idx"),
         (
-            {"routes": [THEIRS | {"selection_ratio": "0.5"}]},
+            {"routes": [ROUTE | {"selection_ratio": "0.5"}]},
             r"routes\.0: selection_ratio='0.5' of a route must",
         ),
         ({"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2}]}, r"routes\.0=.* must have selection_r"),
-        ({"routes": [THEIRS, THEIRS | {"ratio": 0.5}]}, r"routes\.1=.* must have selection_ratio"),
+        ({"routes": [ROUTE, ROUTE | {"ratio": 0.5}]}, r"routes\.1=.* must have selection_ratio"),
     ],
 )
 def test_a_wrong_configuration_of_simpletuner_is_refused(tread_config, message):

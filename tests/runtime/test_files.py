@@ -23,7 +23,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
-def test_what_is_renamed_is_on_the_disk(tmp_path, monkeypatch):
+def test_a_written_file_and_its_folder_are_synced(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(
         os, "fsync", lambda number: (synced.append(Path(f"/proc/self/fd/{number}").readlink()), fsync(number))

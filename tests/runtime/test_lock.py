@@ -111,7 +111,7 @@ def test_a_folder_removed_while_locking_is_made_again(tmp_path, monkeypatch):
     assert gone
 
 
-def test_a_network_that_fails_for_a_moment_moves_nothing(tmp_path, monkeypatch):
+def test_a_stale_file_handle_does_not_release_the_lock(tmp_path, monkeypatch):
     with Lock(tmp_path / ".lock", "x") as lock:
         with monkeypatch.context() as patch:
             patch.setattr(

@@ -88,8 +88,8 @@ def test_the_precision_of_a_cpu_is_what_was_measured_to_be_faster(monkeypatch, s
     assert machine.has_fast_bf16(torch.device("cpu")) == fast
 
 
-def test_measuring_the_precision_leaves_random_state_alone_and_sees_the_slower_one(monkeypatch):
-    """As if bf16 took twice the time, as on an Intel Xeon without AMX."""
+def test_bf16_speedup_is_measured_and_keeps_the_random_state(monkeypatch):
+    """Simulate slow bf16, as on an Intel Xeon without AMX."""
     before, linear = torch.get_rng_state(), torch.nn.functional.linear
 
     def slow_in_bf16(x, weight):
@@ -112,14 +112,14 @@ def test_nothing_is_compiled_where_a_variable_switches_it_off(monkeypatch, name)
     assert not machine.can_compile(torch.device("cpu"))
 
 
-AT_TORCH = """
+PRINT_ENVIRONMENT = """
 import importlib, os, sys
-class AtTorch:
+class TorchFinder:
     def find_spec(self, name, *_):
         if name == "torch":
             print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("OMP_WAIT_POLICY"), flush=True)
             os._exit(0)
-sys.meta_path.insert(0, AtTorch())
+sys.meta_path.insert(0, TorchFinder())
 importlib.import_module(sys.argv[1])
 """
 
@@ -127,14 +127,14 @@ importlib.import_module(sys.argv[1])
 @pytest.mark.parametrize(
     "module", ["train", "sample", "fid", "data.encode", "examples.finetune", "benchmarks.train_step"]
 )
-def test_waiting_is_chosen_before_torch_is_imported(module):
+def test_the_spin_count_is_set_before_torch_is_imported(module):
     given = {"OMP_WAIT_POLICY": "ACTIVE"}
     for variables, expected in ({}, f"{openmp.SPIN_COUNT} None"), (given, "None ACTIVE"):
         unset = {name: os.environ[name] for name in os.environ.keys() - {"GOMP_SPINCOUNT", *given}}
-        assert printed(AT_TORCH, module, environment=unset | variables).strip() == expected
+        assert printed(PRINT_ENVIRONMENT, module, environment=unset | variables).strip() == expected
 
 
-def test_what_a_killed_compiler_left_is_compiled_again(tmp_path, monkeypatch):
+def test_empty_compiled_libraries_are_removed(tmp_path, monkeypatch):
     """Ctrl-C in the first minute of a run may leave an empty library, which later runs would load."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     (tmp_path / "ab").mkdir()

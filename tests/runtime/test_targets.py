@@ -8,7 +8,7 @@ from tests.outside import TIMEIT, spoil_run
 from tests.programs import start
 from tests.runs import ROOT, validated
 
-OWN = """
+SAMPLER_CODE = """
 import torch
 
 def heun_twice(denoise, noise, path, *, num_steps: int, twice: bool = True, randn_like=torch.randn_like):
@@ -22,11 +22,11 @@ def configs(tmp_path):
     (tmp_path / "own/sampler").mkdir(parents=True)
     twice = "# Ours.\n_target_: own_sampler.heun_twice\nnum_steps: 2\n"
     (tmp_path / "own/sampler/twice.yaml").write_text(twice)
-    (tmp_path / "own_sampler.py").write_text(OWN)
+    (tmp_path / "own_sampler.py").write_text(SAMPLER_CODE)
     return tmp_path / "own"
 
 
-def test_only_code_of_these_rooms_and_optimizers_of_torch_can_be_built(configs):
+def test_targets_are_in_the_project_or_torch_optim(configs):
     rooms = ("data.", "diffusion.", "evaluation.", "models.", "routing.", "training.", "torch.optim.")
     allowed = allowed_targets()
     assert CONFIGS == ROOT / "configs"
@@ -51,7 +51,7 @@ def test_only_code_of_these_rooms_and_optimizers_of_torch_can_be_built(configs):
         ("x: 1\n# @package model\n", "sampler"),
     ],
 )
-def test_a_file_names_for_the_key_to_which_its_content_goes(tmp_path, header, key):
+def test_a_target_is_allowed_at_the_key_of_its_package(tmp_path, header, key):
     (tmp_path / "sampler").mkdir()
     (tmp_path / "sampler/own.yaml").write_text(f"{header}node:\n- - _target_: os.system\n")
     inner = f"{key}.node".lstrip(".")
@@ -70,7 +70,7 @@ def test_a_file_names_for_the_key_to_which_its_content_goes(tmp_path, header, ke
         ("..", "cannot be imported: invalid format"),
     ],
 )
-def test_what_cannot_be_built_is_an_error(name, message):
+def test_a_target_that_cannot_be_imported_is_refused(name, message):
     with pytest.raises(ValueError, match=f"^sampler={name} {message}"):
         load_target("sampler", name)
 
@@ -82,7 +82,7 @@ def test_a_file_that_is_not_yaml_is_named(tmp_path):
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_no_node_is_made_of_what_may_not_be_built():
+def test_a_node_with_a_forbidden_target_is_refused():
     message = r"sampler\._target_=timeit\.timeit must be diffusion\.adaptive_sampler or "
     with pytest.raises(ValueError, match=message):
         read_nodes(TIMEIT, "sampler")

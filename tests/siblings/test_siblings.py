@@ -16,7 +16,7 @@ from tests.runs import metrics
 from tests.siblings.toy import FlowPath, VelocityLoss, VelocityPrecond, euler_sampler
 
 CONFIGS = ROOT / "tests/siblings/configs"
-OWN = f"--config-dir={CONFIGS}"
+TOYS = f"--config-dir={CONFIGS}"
 CHOICES = ("diffusion=toy", "sampler=toy", "guidance=toy", "model/router=toy", "evaluation=toy")
 CHOICES += ("data=toy", "optimizer=toy", "ema=toy")
 SHORT = ("train.total_steps=2", "train.save_every=2", "train.eval_every=2", "train.sample_every=2")
@@ -28,7 +28,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("siblings")
     options = ("train.compile=false", "train.mixed_precision=no", f"data.path={folder}/digits")
     model = ("model=toy", "~model/size")
-    start("train.py", OWN, *model, *CHOICES, *SHORT, *options, f"output_dir={folder}/run")
+    start("train.py", TOYS, *model, *CHOICES, *SHORT, *options, f"output_dir={folder}/run")
     return folder / "run"
 
 
@@ -56,34 +56,34 @@ def test_tokens_are_aligned_with_a_target_from_outside(tmp_path):
     shape = ("model.hidden_size=32", "model.patch_size=2", "model.depth=8", "model.num_heads=2")
     options = ("train.compile=false", "train.mixed_precision=no", f"output_dir={tmp_path}/run")
     keys = ("model=tread", "alignment=toy", "data=synthetic", *shape, *SHORT, "train.log_every=1")
-    start("train.py", OWN, *keys, *options)
+    start("train.py", TOYS, *keys, *options)
     weights = load_file(tmp_path / "run/checkpoints/step_00000002/net.safetensors")
     assert weights["projector.weight"].shape == (1, 32)
     losses = [line["alignment_loss"] for line in metrics(tmp_path / "run") if "loss" in line]
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
-    start("sample.py", OWN, f"run={tmp_path}/run", "num_samples=2", "num_steps=1", f"out={tmp_path}/a.npz")
+    start("sample.py", TOYS, f"run={tmp_path}/run", "num_samples=2", "num_steps=1", f"out={tmp_path}/a.npz")
 
 
 def test_a_network_is_built_of_blocks_from_outside(tmp_path):
     shape = ("model.hidden_size=32", "model.patch_size=2", "model.depth=8", "model.num_heads=2")
     options = ("train.compile=false", "train.mixed_precision=no", f"output_dir={tmp_path}/run")
-    start("train.py", OWN, "model=tread", "model/block=toy", "data=synthetic", *shape, *SHORT[:2], *options)
+    start("train.py", TOYS, "model=tread", "model/block=toy", "data=synthetic", *shape, *SHORT[:2], *options)
     weights = load_file(tmp_path / "run/checkpoints/step_00000002/ema.safetensors")
     assert weights["blocks.7.norm2.bias"].shape == (32,)
-    start("sample.py", OWN, f"run={tmp_path}/run", "num_samples=2", "num_steps=1", f"out={tmp_path}/a.npz")
+    start("sample.py", TOYS, f"run={tmp_path}/run", "num_samples=2", "num_steps=1", f"out={tmp_path}/a.npz")
 
 
 @pytest.mark.parametrize("choices", [(), ("sampler=edm", "guidance=cfg", "num_steps=2")])
 def test_samples_are_drawn_by_siblings_or_by_others_in_their_place(run, choices):
     output = run.parent / f"drawn{len(choices)}.npz"
-    start("sample.py", OWN, f"run={run}", "num_samples=10", *choices, f"out={output}")
+    start("sample.py", TOYS, f"run={run}", "num_samples=10", *choices, f"out={output}")
     record = json.loads(output.with_suffix(".json").read_text())
     target = "diffusion.edm_sampler" if choices else "tests.siblings.toy.euler_sampler"
     assert record["sampler"]["_target_"] == target
     with np.load(output) as arrays:
         assert arrays["arr_0"].shape == (10, 8, 8, 1)
     if not choices:
-        start("fid.py", OWN, "suite=toy", f"samples={output}", f"reference={run.parent}/digits")
+        start("fid.py", TOYS, "suite=toy", f"samples={output}", f"reference={run.parent}/digits")
         (key,) = json.loads(output.with_suffix(".scores.json").read_text())["values"]
         assert key.startswith("brightness")
 

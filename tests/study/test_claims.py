@@ -183,7 +183,7 @@ def test_two_rows_of_one_evaluation_are_refused(folder):
 # Outcomes
 
 
-def test_an_effect_is_seen_or_its_opposite_or_undecided(folder):
+def test_an_outcome_is_seen_opposite_or_undecided(folder):
     records = Records(folder)
     outcome, (finding,) = judged(records, twins())
     assert (outcome, finding.n, finding.commits) == (SEEN, "3", ("0123456",))
@@ -213,7 +213,7 @@ def test_p_values_are_adjusted_for_the_effects_of_the_claim(folder, header):
     assert {finding.outcome for finding in several} == {UNDECIDED}
 
 
-def test_a_task_that_fails_a_gate_judges_nothing(folder, header):
+def test_a_failed_gate_makes_a_claim_untestable(folder, header):
     """Without a baseline, with a better one, without a gain of guidance, with a low precision."""
     records = Records(folder)
     assert claims.failed_gates(records, "mixture-64", EXCESS) == {"a": ""}

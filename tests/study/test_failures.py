@@ -1,10 +1,10 @@
-"""The damages do what they say, the table judges them, and the page has the table of the record."""
+"""Each failure set has its damage, the table judges it, and the page has the table of the record."""
 
 import numpy as np
 import pytest
 
 from benchmarks.results import read_results
-from study.failures import NONE, damaged, measure, table
+from study.failures import NONE, failure_sets, measure, table
 from tests.programs import ROOT
 
 (RECORD,) = (ROOT / "study/results").glob("failures_*.csv")
@@ -15,22 +15,22 @@ def a_set(n, seed=0):
     return images, np.arange(n) % 20
 
 
-def found(images, among):
-    """Which of the images are among others."""
-    known = {image.tobytes() for image in among}
+def is_among(images, others):
+    """True for each of the images that is among the others."""
+    known = {image.tobytes() for image in others}
     return np.array([image.tobytes() in known for image in images])
 
 
-def test_damages_keep_the_size_and_change_what_they_say():
+def test_failure_sets_keep_sizes_and_have_their_damage():
     real, train = a_set(100), a_set(300, seed=1)
-    sets = damaged(real, train)
+    sets = failure_sets(real, train)
     for name, (images, labels) in sets.items():
         assert images.shape[1:] == (8, 8, 1) and images.dtype == np.uint8 and len(images) == len(labels)
         assert len(images) == (20 if "a fifth" in name else 100)
     images, labels = sets["a tenth of the classes is missing"]
-    assert set(labels) == set(range(20)) - {0, 10} and found(images, real[0]).all()
-    assert found(sets["copies of training images"][0], train[0]).all()
-    assert not found(sets["two images in one"][0], real[0]).all()
+    assert set(labels) == set(range(20)) - {0, 10} and is_among(images, real[0]).all()
+    assert is_among(sets["copies of training images"][0], train[0]).all()
+    assert not is_among(sets["two images in one"][0], real[0]).all()
     for name in ("blur", "contrast"):
         assert sets[name][0].std() < 0.9 * real[0].std()
 

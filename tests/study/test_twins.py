@@ -65,19 +65,19 @@ def test_a_search_doubles_or_halves_the_rate_until_the_best_is_not_at_an_end(wor
     assert rates[0] <= best / 2 and rates[-1] >= 2 * best
     assert rates == [rates[0] * 2**i for i in range(len(rates))], "no rate is left out"
     assert sorted(tried) == [(seed, lr) for seed in (100, 101, 102) for lr in rates]
-    assert twins.chosen_lr(work.record.rows, "dense") == best
+    assert twins.best_lr(work.record.rows, "dense") == best
     assert len(work._next_searches("routed")) == 9
 
 
 def test_a_rate_is_chosen_by_its_mean_over_seeds():
     """With one seed a wrong rate was chosen once, and an effect followed from it."""
     rows = [searched("dense", lr, 100, loss) for lr, loss in ((0.002, 0.2), (0.004, 0.3))]
-    assert twins.chosen_lr(rows, "dense") == 0.002
+    assert twins.best_lr(rows, "dense") == 0.002
     rows += [searched("dense", lr, 101, loss) for lr, loss in ((0.002, 0.5), (0.004, 0.3))]
-    assert twins.chosen_lr(rows, "dense") == 0.004
+    assert twins.best_lr(rows, "dense") == 0.004
     rows += [searched("dense", 0.004, 102, math.nan)]
-    assert twins.chosen_lr(rows, "dense") == 0.002, "a diverged training is not chosen"
-    assert twins.chosen_lr([*rows, searched("routed", 0.1, 100, 0)], "dense") == 0.002
+    assert twins.best_lr(rows, "dense") == 0.002, "a diverged training is not chosen"
+    assert twins.best_lr([*rows, searched("routed", 0.1, 100, 0)], "dense") == 0.002
 
 
 def test_evaluations_are_read_from_a_run_with_the_loss_since_the_last_one(tmp_path):
@@ -110,7 +110,7 @@ def test_the_cost_of_a_run_is_that_of_its_steps_as_they_were_routed(tmp_path):
     assert spent == pytest.approx(8 * (2 * cost.routed_training_flops + 2 * cost.dense_training_flops) / 1e12)
 
 
-def test_samples_are_scored_where_an_arm_has_cost_as_much_as_the_routed_one(work):
+def test_arms_are_scored_at_the_cost_of_the_routed_one(work):
     cost = cost_of(configured("digits-200", "routed").meta_net)
     share = cost.routed_training_flops / cost.dense_training_flops
     assert work.equal_cost_steps["routed"] == work.steps == 6000
@@ -154,8 +154,8 @@ def test_a_study_is_searched_trained_and_scored_and_not_done_again(tmp_path):
 @pytest.mark.slow
 def test_a_limit_stops_a_stage_of_a_gpu_which_the_next_call_resumes(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "GRACE_SEC", 15)
-    assert gpu.run_apart("twins", tmp_path, True, 0) == gpu.ENDS[gpu.TIME_IS_UP]
-    end = gpu.run_apart("twins", tmp_path, True, 1800)
+    assert gpu.launch_stage("twins", tmp_path, True, 0) == gpu.ENDS[gpu.TIME_IS_UP]
+    end = gpu.launch_stage("twins", tmp_path, True, 1800)
     assert end == "done", (tmp_path / "twins.log").read_text()
     (file,) = tmp_path.glob("twins_glyphs-s2_*.csv")
     scored = [row for row in read_results(file) if row["noise"]]

@@ -33,7 +33,7 @@ def clock(monkeypatch):
 
 def timed(folder, clock, *overrides):
     """Build a trainer whose work moves the clock; return it, its run, and (step, reserve_sec) of each call of
-    `stop.agreed`.
+    `stop.global_reason`.
     """
     trainer, run = tiny_trainer(folder, *OPTIONS, *overrides)
     # Half a TFLOP per image.
@@ -50,7 +50,7 @@ def timed(folder, clock, *overrides):
     trainer.checkpoints.save = taking(SAVE_SEC, trainer.checkpoints.save)
     trainer.evaluators = [(2, taking(EVALUATION_SEC, lambda step: {"score": 1.0}))]
     trainer.speed_check = taking(CHECK_SEC, lambda ratios: None)
-    trainer.stop.agreed = lambda reserve_sec, now: calls.append((trainer.step, reserve_sec)) or ""
+    trainer.stop.global_reason = lambda reserve_sec, now: calls.append((trainer.step, reserve_sec)) or ""
     return trainer, run, calls
 
 
@@ -142,10 +142,10 @@ def test_the_time_limit_counts_from_the_process_start_and_a_signal_precedes_it(m
     request, started, now = StopRequest(100.0), psutil.Process().create_time(), [0.0]
     monkeypatch.setattr("training.stopping.time", SimpleNamespace(time=lambda: started + now[0]))
     for now[0], reserve_sec, reason in ((90.0, 9.5, ""), (90.0, 10.5, TIME_LIMIT), (101.0, 0.0, TIME_LIMIT)):
-        assert request.agreed(reserve_sec) == reason
+        assert request.global_reason(reserve_sec) == reason
     request._on_signal(signal.SIGUSR1, None)
-    assert request.agreed(0.0) == "SIGUSR1"
-    assert StopRequest(None).agreed(1e12) == ""
+    assert request.global_reason(0.0) == "SIGUSR1"
+    assert StopRequest(None).global_reason(1e12) == ""
 
 
 @pytest.mark.parametrize(("step_sec", "most_steps"), [(0.001, MAX_TICK_STEPS), (0.09, 11), (3.0, 1)])
@@ -158,14 +158,14 @@ def test_several_processes_agree_once_a_second(monkeypatch, step_sec, most_steps
         monkeypatch.setattr("training.stopping.time.perf_counter", lambda: now[0])
         monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: ticks.append(step) or reduce(*a, **k))
         for step in range(100):
-            assert request.agreed(0.0) == ""
+            assert request.global_reason(0.0) == ""
             now[0] += 30.0 if step == 0 else step_sec  # the first one compiles
         gaps = [b - a for a, b in pairwise(ticks)]
         assert ticks[:2] == [0, 1] and max(gaps) == gaps[-1] == most_steps
         ticks.clear()
-        assert request.agreed(0.0, now=True) == "" and ticks
+        assert request.global_reason(0.0, now=True) == "" and ticks
         request._on_signal(signal.SIGTERM, None)
-        reasons = [request.agreed(0.0) for _ in range(most_steps)]
+        reasons = [request.global_reason(0.0) for _ in range(most_steps)]
         assert "SIGTERM" in reasons and set(reasons) <= {"", "SIGTERM"}
     finally:
         dist.destroy_process_group()

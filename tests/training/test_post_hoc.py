@@ -75,7 +75,7 @@ def test_weights_of_late_updates_are_exact():
         assert ema._weight().item() == pytest.approx(exact, rel=1e-5)
 
 
-def test_snapshots_give_themselves():
+def test_the_coefficients_of_a_snapshot_select_it():
     snapshots = [Profile(t, gamma_of(std)) for t in (2.0, 5.0, 9.0) for std in (0.05, 0.1)]
     for i, snapshot in enumerate(snapshots):
         assert coefficients(snapshots, snapshot) == pytest.approx(np.eye(6)[i], abs=1e-6)

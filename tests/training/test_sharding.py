@@ -56,7 +56,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_that_share_weights_train_those_of_two_that_do_not(tmp_path, case):
+def test_fsdp_trains_the_weights_of_ddp(tmp_path, case):
     """Up to the order of summation."""
     keys = (*CASES[case], "train.micro_batch_size=2")
     whole, sharded = run_of(tmp_path / "whole", 2, *keys), run_of(tmp_path / "sharded", 2, *keys, FSDP)
@@ -66,7 +66,7 @@ def test_two_processes_that_share_weights_train_those_of_two_that_do_not(tmp_pat
 
 
 @pytest.mark.slow
-def test_fifty_steps_are_bitwise_those_of_ddp(tmp_path):
+def test_fifty_steps_of_fsdp_equal_ddp_bitwise(tmp_path):
     """With routes, masks, two micro-batches for each process, and checkpointing of activations."""
     write_inputs(tmp_path)
     keys = (
@@ -123,7 +123,7 @@ def test_checkpoints_pass_between_four_sharding_processes_and_one(tmp_path):
     assert_close(states_of(four, one_key), states_of(tmp_path / "one", one_key), atol=1e-5)
 
 
-def test_an_interrupt_on_one_rank_is_no_full_disk():
+def test_an_interrupt_on_one_rank_precedes_a_full_disk():
     full, interrupt = OSError("disk full"), KeyboardInterrupt()
     assert str(_cause_of(CheckpointException("", {0: (full, None), 1: (full, None)}))) == "disk full"
     assert _cause_of(CheckpointException("", {0: (full, None), 1: (interrupt, None)})) is interrupt
@@ -136,7 +136,7 @@ def test_groups_need_equal_machines_of_several_processes(monkeypatch, local, mes
         sharing_processes(SimpleNamespace(parallel="hsdp"), 4)
 
 
-def test_a_damaged_shard_is_no_checkpoint(tmp_path):
+def test_a_damaged_shard_fails_the_save(tmp_path):
     folder, partial = CheckpointFolder(tmp_path, 2, None), tmp_path / ".step_00000001.partial"
     partial.mkdir()
     (partial / "shard-00001.safetensors").write_bytes(b"pickled, not safetensors")

@@ -70,7 +70,7 @@ ROWS = {
     # Joint blocks, then single blocks, where registers and text come before the image.
     "AuraFlowTransformer2DModel": Adapter(
         [BlockList("joint_transformer_blocks", output=1), BlockList("single_transformer_blocks", joint=True)],
-        num_prefix_tokens=lambda model, given: model.register_tokens.shape[1] + given[TEXT].shape[1],
+        num_prefix_tokens=lambda model, args: model.register_tokens.shape[1] + args[TEXT].shape[1],
     ),
     "BriaTransformer2DModel": Adapter(both(1, rope(rotary)), num_prefix_tokens=length(TEXT)),
     # Each block has its own text.
@@ -105,7 +105,7 @@ ROWS = {
     "DreamLiteTransformer2DModel": Adapter(BlockList(BLOCKS)),
     "Transformer2DModel": Adapter(
         BlockList(BLOCKS),
-        check=refuse("an input of patches or codes", lambda model, given: not model.is_input_continuous),
+        check=refuse("an input of patches or codes", lambda model, args: not model.is_input_continuous),
     ),
     # One sequence: the image, then the text. Blocks take samples in the second dimension: (N, T + S, 1, d),
     # six (T + S, N, D) that are equal for all tokens of a sample, (N, 1, 1, T + S).
@@ -170,7 +170,7 @@ ROWS = {
     ),
     "JoyImageEditTransformer3DModel": Adapter(
         BlockList("double_blocks", output=0, by_token=rope(part(0, rotary))),
-        check=refuse("a row of reference items", lambda model, given: given["hidden_states"].ndim != 5),
+        check=refuse("a row of reference items", lambda model, args: args["hidden_states"].ndim != 5),
     ),
     "JoyImageEditPlusTransformer3DModel": Adapter(
         BlockList(
@@ -211,7 +211,7 @@ ROWS = {
     "OmniGenTransformer2DModel": Adapter(
         BlockList("layers", joint=True, by_token={"attention_mask": mask, **rope(rotary)}),
         accepts=("attention_mask",),
-        num_prefix_tokens=lambda model, given: given["input_ids"].shape[1] + 1,
+        num_prefix_tokens=lambda model, args: args["input_ids"].shape[1] + 1,
     ),
     "OvisImageTransformer2DModel": Adapter(both(1, rope(rotary)), num_prefix_tokens=length(TEXT)),
     "PixArtTransformer2DModel": Adapter(
@@ -354,7 +354,7 @@ ROWS = {
     # Double blocks, then single ones. Attention puts the text last; cross-attention sees it again.
     "MotifVideoTransformer3DModel": Adapter(
         both(0, rope(rotary) | {"attention_mask": mask_before_text}),
-        check=refuse("num_decoder_layers={}", lambda model, given: model.num_decoder_layers),
+        check=refuse("num_decoder_layers={}", lambda model, args: model.num_decoder_layers),
     ),
     "SkyReelsV2Transformer3DModel": Adapter(
         BlockList(
@@ -378,7 +378,7 @@ ROWS = {
     # The timestep is a token before the latents.
     "MiniMaxMusic3Transformer1DModel": Adapter(
         BlockList(BLOCKS, joint=True, by_token={"rotary_emb": rotary}),
-        num_prefix_tokens=lambda model, given: 1,
+        num_prefix_tokens=lambda model, args: 1,
     ),
     # Global states come before the latents.
     "StableAudioDiTModel": Adapter(
@@ -389,7 +389,7 @@ ROWS = {
     # Memory tokens come before the latents. Each block adds local_seq (inpainting) to the latents.
     "StableAudio3DiTModel": Adapter(
         BlockList(BLOCKS, joint=True, by_token={"rope": joint_table, "local_seq": tokens}),
-        num_prefix_tokens=lambda model, given: model.config.num_memory_tokens,
+        num_prefix_tokens=lambda model, args: model.config.num_memory_tokens,
     ),
     # Spectrograms: attention to frames, then to encodings, whose mask (N, 1, T, L) has a row for each query.
     "T5FilmDecoder": Adapter(BlockList("decoders", output=0, by_token={TEXT_MASK: along(-2)})),
