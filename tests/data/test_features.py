@@ -81,7 +81,7 @@ def folder(images, weights, tmp_path_factory):
 
 
 def test_features_are_stored_beside_the_latents(folder, weights):
-    """Each image and its flip have features; the stream reads those of its entries."""
+    """Each image and its flip have features; the stream reads the features of its entries."""
     dataset, encoder = open_latents(folder), PatchEncoder(MODEL, weights, CPU)
     assert dataset.manifest.features["shape"] == [16, 192]
     ids = np.arange(6)

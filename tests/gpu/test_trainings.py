@@ -157,7 +157,7 @@ def train_in_process(run, overrides, kill_step=None):
 
 def train_here(overrides, kill_step, variables):
     """Train as the command line would; a kill may end the process at a step."""
-    os.environ.update(variables)  # the server that forks has those of an earlier test
+    os.environ.update(variables)  # the server that forks still has the variables of an earlier test
     train_step = Trainer.train_step
 
     def killed(trainer, *batches):
