@@ -67,6 +67,7 @@ class Study:
         task: overrides of all arms.
         lr: a learning rate from which the search starts.
         search_seeds: of the search; (): train at `lr`, without a search.
+        lr_of: arms that are trained at the best rate of another arm.
         evaluations: number of evaluations of the held-out loss, each with a checkpoint.
         scales: of classifier-free guidance, at the end; (): do not draw samples.
         noises: sets of noise with which samples of the best, the last and the equally expensive checkpoint
@@ -83,6 +84,7 @@ class Study:
     lr: float
     search_steps: int = 0
     search_seeds: tuple[int, ...] = (100, 101, 102)
+    lr_of: Mapping[str, str] = field(default_factory=dict)
     seeds: tuple[int, ...] = (0, 1, 2)
     evaluations: int = 20
     scales: tuple[float, ...] = ()
@@ -101,6 +103,7 @@ DIGITS = {"data": "digits", "arms": TWINS | NO_REMOVAL | TOKEN_DROP}
 DIGITS |= {"seeds": (0, 1, 2, 3, 4), "scales": (1.5, 2.0)}
 MIXTURE = {"data": "mixture", "arms": TWINS | NO_REMOVAL | MECHANISM}
 MIXTURE |= {"steps": 10_000, "lr": 0.004, "search_steps": 5000, "search_seeds": (100,)}
+MIXTURE["lr_of"] = dict.fromkeys(NO_REMOVAL | MECHANISM, "routed")
 S_4 = ("model/size=s_4", "ema.decay=0.999", "train.batch_size=64", "train.num_workers=0", *STABLE)
 S_2 = ("ema.decay=0.999", "train.grad_clip=1", "optimizer.warmup_steps=500")
 ON_GPU = {"data": "glyphs", "task": S_2, "arms": TWINS, "lr": 5e-4, "search_seeds": (), "seeds": (0, 1)}
@@ -112,7 +115,8 @@ STUDIES = {
     ),
     "digits-1500": Study(
         task=(*DEEP_PATCH_2, "data.num_images=1500"),
-        **{**DIGITS, "steps": 20_000, "lr": 0.004, "search_steps": 5000},
+        **{**DIGITS, "steps": 20_000, "lr": 0.004, "search_steps": 5000, "search_seeds": (100,)},
+        **{"lr_of": dict.fromkeys(NO_REMOVAL, "routed"), "noises": 1, "num_samples": 1000, "num_steps": 20},
     ),
     "mixture-64": Study(task=DEEP, **MIXTURE),
     "mixture-256": Study(task=(*DEEP, "data.input_size=16"), **MIXTURE),
@@ -258,6 +262,7 @@ class Work:
         arms = {name: keys for name, keys in study.arms.items() if name in names}
         # The name of a changed arm contains the change.
         self.arms = {", ".join([name, *change]): (*keys, *change) for name, keys in arms.items()}
+        self.keys = {**study.arms, **self.arms}
         self.steps = TINY_STEPS if request.tiny else study.steps
         self.every = max(1, self.steps // (2 if request.tiny else study.evaluations))
         task = (f"data={study.data}", *study.task)
@@ -273,10 +278,12 @@ class Work:
         if self.study.features:
             self._prepare()
         if self.study.search_seeds:
-            while searches := [(a, seed, lr) for a in self.arms for seed, lr in self._next_searches(a)]:
+            searched = {arm: self.study.lr_of.get(arm, arm) for arm in self.arms}
+            arms = dict.fromkeys(searched.values())
+            while searches := [(a, seed, lr) for a in arms for seed, lr in self._next_searches(a)]:
                 if failures := self._run("searches", searches):
                     return failures
-            rates = {arm: best_lr(self._rows(), arm) for arm in self.arms}
+            rates = {arm: best_lr(self._rows(), searched[arm]) for arm in self.arms}
         seeds = self.request.seeds or (self.study.seeds[:1] if self.request.tiny else self.study.seeds)
         return self._run("trainings", [(arm, seed, rates[arm]) for seed in seeds for arm in self.arms])
 
@@ -333,7 +340,7 @@ class Work:
         keys = [f"data={study.data}", *study.task]
         # Milestones stay, also if a stopped training saves a checkpoint between two of them.
         keys += [f"train.{key}={every}" for key in ("eval_every", "save_every", "milestone_every")]
-        keys += [*self.arms[arm], f"optimizer.lr={lr:g}"]
+        keys += [*self.keys[arm], f"optimizer.lr={lr:g}"]
         keys += (*TINY, *TINY_DATA.get(study.data, ())) if self.request.tiny else ()
         keys += [f"data.path={out / self.name}"] if study.data != "mixture" else []  # a mixture has no file
         keys += [f"seed={seed}", f"output_dir={run}", f"train.total_steps={steps}", "train.sample_every=null"]

@@ -43,15 +43,18 @@ def searched(arm, lr, seed, loss):
     return {"arm": arm, "part": "search", "lr": f"{lr:g}", "seed": str(seed), twins.LOSS: str(loss)}
 
 
+def work_of(folder, study, *arguments):
+    """The work of a study with an empty record."""
+    header = {"device": "cpu", "processor": "x", "versions": {"torch": "0"}, "commit": "x"}
+    header |= {"uncommitted_changes": False, "tiny": False}
+    request = twins.parse([str(folder), study, *arguments])
+    return twins.Work(study, twins.STUDIES[study], request, Record(f"twins_{study}", folder, header))
+
+
 @pytest.fixture
 def work(tmp_path):
     """The work of a study whose search starts at 0.008 and takes the seeds 100 to 102."""
-    header = {"device": "cpu", "processor": "x", "versions": {"torch": "0"}, "commit": "x"}
-    header |= {"uncommitted_changes": False, "tiny": False}
-    request = twins.parse([str(tmp_path), "digits-200", "--arms", "dense", "routed"])
-    return twins.Work(
-        "digits-200", twins.STUDIES["digits-200"], request, Record("twins_digits-200", tmp_path, header)
-    )
+    return work_of(tmp_path, "digits-200", "--arms", "dense", "routed")
 
 
 @pytest.mark.parametrize("best", [0.001, 0.008, 0.032])
@@ -78,6 +81,25 @@ def test_a_rate_is_chosen_by_its_mean_over_seeds():
     rows += [searched("dense", 0.004, 102, math.nan)]
     assert twins.best_lr(rows, "dense") == 0.002, "a diverged training is not chosen"
     assert twins.best_lr([*rows, searched("routed", 0.1, 100, 0)], "dense") == 0.002
+
+
+def test_an_arm_may_use_the_rate_of_another_arm_and_a_changed_arm_searches_its_own(tmp_path, monkeypatch):
+    trained = []
+
+    def train(work, arm, seed, lr):
+        trained.append((arm, seed, lr))
+        return [searched(arm, lr, seed, abs(math.log2(lr / 0.002)))] if seed == 100 else [{"arm": arm}]
+
+    monkeypatch.setattr(twins.Work, "_train", train)
+    for change in ((), ("--change", "model.mlp_ratio=3")):
+        folder = tmp_path / str(len(change))
+        folder.mkdir()
+        assert work_of(folder, "mixture-64", "--arms", "separate", "--jobs=1", *change).run() == []
+    changed = "separate, model.mlp_ratio=3"
+    expected = [("routed", 100, lr) for lr in (0.002, 0.004, 0.008, 0.001)]
+    expected += [("separate", seed, 0.002) for seed in (0, 1, 2)]
+    expected += [(changed, 100, lr) for lr in (0.002, 0.004, 0.008, 0.001)]
+    assert trained == [*expected, *((changed, seed, 0.002) for seed in (0, 1, 2))]
 
 
 def test_evaluations_are_read_from_a_run_with_the_loss_since_the_last_one(tmp_path):
