@@ -6,6 +6,7 @@ cosine basis, and low frequencies are strong, as in images.
 Shapes: N samples, C channels, H = W, K components of a class, P = C H W cosine coefficients.
 """
 
+import math
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class MixtureDataset(LatentDataset):
             class_labels: (N,); None: E[x | x_t], over all classes, which are equally likely.
         """
         basis = torch.from_numpy(_cosines(x_t.shape[-1])).to(x_t.device)
-        y = (basis @ x_t.double() @ basis.T).flatten(1).unsqueeze(1)  # (N, 1, P)
+        y = _coefficients(x_t).unsqueeze(1)  # (N, 1, P)
         alpha, sigma = (value.double().view(-1, 1, 1) for value in (alpha, sigma))
         means = self.means.to(x_t.device)
         # (N, K, P), or the components of all classes, (1, num_classes K, P)
@@ -55,6 +56,14 @@ class MixtureDataset(LatentDataset):
         # E[x | x_t, k] = mu_k + alpha lambda / (alpha^2 lambda + sigma^2) (x_t - alpha mu_k)
         posterior = (weights * (means + alpha * variances / noisy * residual)).sum(dim=1)  # (N, P)
         return basis.T @ posterior.view(x_t.shape) @ basis
+
+    def log_density(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute log p(x | class) (N, num_classes) fp64 of latents (N, C, H, W), for each class."""
+        y, means, variances = _coefficients(x), self.means.to(x.device), self.variances.to(x.device)
+        # log N(y; mu_k, lambda) of each component, (N, num_classes, K)
+        distances = (y[:, None, None] - means).square() / variances
+        of_components = -0.5 * (distances + (2 * torch.pi * variances).log()).sum(dim=-1)
+        return of_components.logsumexp(dim=-1) - math.log(means.shape[1])
 
 
 def mixture(
@@ -85,6 +94,12 @@ def mixture(
     stored = (basis.T @ coeffs.reshape(-1, *shape) @ basis).astype(np.float32)
     manifest = drawn_manifest(stored, num_classes, num_held_out, STD)
     return MixtureDataset(means, variances, stored, labels, manifest)
+
+
+def _coefficients(x: torch.Tensor) -> torch.Tensor:
+    """Return the cosine coefficients (N, P) fp64 of latents (N, C, H, W)."""
+    basis = torch.from_numpy(_cosines(x.shape[-1])).to(x.device)
+    return (basis @ x.double() @ basis.T).flatten(1)
 
 
 def _cosines(size: int) -> np.ndarray:

@@ -19,7 +19,7 @@ EXCESS = "excess"  # weighted squared distance to the optimal denoiser
 # Scores that are compared as a ratio. The others are fractions and are compared as a difference.
 DISTANCES = ("fd_pixel_held_out", "fd_classifier_held_out", "fd_cells_held_out")
 DISTANCES += ("fd_pixel", "fd_classifier", "fd_cells")
-RATIOS = (EXCESS, LOSS, "train_loss", *DISTANCES, "val_loss_dense")
+RATIOS = (EXCESS, LOSS, "perplexity", "train_loss", *DISTANCES, "val_loss_dense")
 EVALUATION = ("arm", "seed", "step", "guidance", "noise")
 MAX_GAP = 1.5  # largest ratio between the costs of two evaluations to interpolate, because curves are bent
 Point = tuple[int, float, float]  # step, gflop, score

@@ -36,6 +36,7 @@ from runtime.files import read_json
 from runtime.machine import device_type
 from runtime.provenance import environment
 from runtime.tables import aligned
+from study.density import density_scores
 from study.encoder import STEPS, write_features
 from training.run_folder import RunFolder
 
@@ -44,7 +45,7 @@ MAX_LR = 0.1
 LOSS = "val_loss_dense_ema"
 SCORES = (LOSS, "val_loss_optimal", "excess", "sharpening", "fd_pixel", "fd_pixel_held_out", "memorised")
 SCORES += ("fd_classifier", "fd_classifier_held_out", "fd_cells", "fd_cells_held_out")
-SCORES += ("label_accuracy", "accuracy", "precision", "recall")
+SCORES += ("label_accuracy", "accuracy", "perplexity", "precision", "recall")
 NOT_FINITE = "no finite loss or gradient"  # in the log of a training that diverged
 ROUTED = ("model=tread",)
 TWINS = {"dense": ("model=dit",), "routed": ROUTED}
@@ -103,6 +104,7 @@ DIGITS = {"data": "digits", "arms": TWINS | NO_REMOVAL | TOKEN_DROP}
 DIGITS |= {"seeds": (0, 1, 2, 3, 4), "scales": (1.5, 2.0)}
 MIXTURE = {"data": "mixture", "arms": TWINS | NO_REMOVAL | MECHANISM}
 MIXTURE |= {"steps": 10_000, "lr": 0.004, "search_steps": 5000, "search_seeds": (100,)}
+MIXTURE |= {"scales": (1.25,), "num_samples": 250}
 MIXTURE["lr_of"] = dict.fromkeys(NO_REMOVAL | MECHANISM, "routed")
 S_4 = ("model/size=s_4", "ema.decay=0.999", "train.batch_size=64", "train.num_workers=0", *STABLE)
 S_2 = ("ema.decay=0.999", "train.grad_clip=1", "optimizer.warmup_steps=500")
@@ -351,11 +353,28 @@ class Work:
                 return [{**shared, "step": steps, LOSS: math.inf}]  # the rate is too high
             raise
         rows = [{**shared, **row} for row in evaluations_of(run)]
-        if (study.scales or study.scored) and not search:
-            costs = {row["step"]: {**shared, "gflop": row["gflop"]} for row in rows}
+        costs = {row["step"]: {**shared, "gflop": row["gflop"]} for row in rows}
+        if study.data == "mixture" and not search:
+            rows += [{**costs[row["step"]], **row} for row in self._judge(run, arm, seed)]
+        elif (study.scales or study.scored) and not search:
             best = min(rows, key=lambda row: row[LOSS])["step"]
             rows += [{**costs[row["step"]], **row} for row in self._score(run, arm, seed, best)]
         return rows
+
+    def _judge(self, run: Path, arm: str, seed: int) -> Rows:
+        """Judge samples by the density of the mixture: of the last and the equal-cost step without guidance,
+        and of the last step with each guidance scale.
+        """
+        samples, num_steps = (20, 10) if self.request.tiny else (self.study.num_samples, self.study.num_steps)
+        sets = {(step, UNGUIDED): 1.0 for step in (self.equal_cost_steps[arm], self.steps)}
+        sets |= {(self.steps, guided_by("cfg", scale)): scale for scale in self.study.scales}
+        scores = partial(
+            density_scores, run, seeds=range(seed * samples, (seed + 1) * samples), num_steps=num_steps
+        )
+        return [
+            {"step": step, "guidance": guidance, "noise": 0, **scores(step, scale)}
+            for (step, guidance), scale in sets.items()
+        ]
 
     def _score(self, run: Path, arm: str, seed: int, best: int) -> Rows:
         """Score samples of a training: `noises` sets at the best, the last and the equal-cost step, one set
@@ -385,6 +404,11 @@ class Work:
         return [scores_of(file, samples) for file in sorted(run.glob("scores/*.json"))]
 
 
+def guided_by(name: str, scale: float) -> str:
+    """Return the name of samples with guidance."""
+    return f"guidance={name} guidance_scale={scale:g}"
+
+
 def join_steps(steps: Sequence[int] | set[int]) -> str:
     """Return different steps as a list of a sweep."""
     return ",".join(str(step) for step in sorted({*steps}))
@@ -396,7 +420,7 @@ def scores_of(file: Path, num_samples: int) -> dict[str, Any]:
     drawn = record["samples"]["drawn"]
     scale, target = drawn["guidance"].get("guidance_scale"), drawn["guidance"]["_target_"]
     name = "internal" if target == "diffusion.InternalGuidance" else "cfg"
-    guidance = UNGUIDED if scale in (None, 1) else f"guidance={name} guidance_scale={scale:g}"
+    guidance = UNGUIDED if scale in (None, 1) else guided_by(name, scale)
     _, step, *width = Path(drawn["checkpoint"]).name.split("_")
     if width:
         guidance = f"checkpoint={width[0]}"

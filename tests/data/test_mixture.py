@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy.stats import multivariate_normal
 
 from data import MixtureDataset, mixture
 from diffusion import EDMLoss, EDMPrecond, OptimalPrecond
@@ -138,3 +139,15 @@ def test_the_weight_of_excess_is_the_one_of_the_loss():
     _, optimum = excess_of(drawn, VelocityPrecond(drawn, 1.0), loss)
     scores, value = excess_of(drawn, VelocityPrecond(drawn, 0.5), loss)
     assert scores["excess"] == pytest.approx(value - optimum, rel=0.1)
+
+
+def test_the_density_of_a_class_is_that_of_its_components():
+    drawn = mixture(**SIZES, num_entries=100, seed=3)
+    x = torch.from_numpy(drawn.stored[:5])
+    basis = np.array([[1, 1], [1, -1]]) / 2**0.5  # the cosines of two pixels
+    coefficients = (basis @ drawn.stored[:5, 0].astype(np.float64) @ basis.T).reshape(5, 4)
+    covariance = np.diag(drawn.variances.numpy())
+    for label, means in enumerate(drawn.means.numpy()):
+        components = [multivariate_normal(mean, covariance).pdf(coefficients) for mean in means]
+        density = drawn.log_density(x)[:, label].exp().numpy()
+        np.testing.assert_allclose(density, np.mean(components, axis=0), rtol=1e-6)
