@@ -49,7 +49,6 @@ class TrainConfig:
     max_skipped_steps: int = 10
     num_workers: int = 0
     check_resources: bool = True  # refuse runs that need more memory, disk or time than is free
-    check_speed: bool = True  # compare the speedup with the FLOPs once, after the first checkpoint
     init_from: str | None = None
     init_from_objective: str | None = None  # edm, flow, sit or ddpm, for weights of other code
     init_from_label_table: bool = True  # false: do not load the table of labels

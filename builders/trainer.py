@@ -23,7 +23,6 @@ from builders.summary import check_resources, summary, warnings
 from data import LatentDataset, PatchEncoder, encoder_for, entries_by_step, image_decoder, stream
 from models import Backbone, cost_of
 from models.cost import Cost
-from routing import Routing
 from runtime.config import chosen_overrides
 from runtime.files import sha256
 from runtime.launch import Launch
@@ -36,7 +35,7 @@ from training.ema import networks_of
 from training.recorder import Recorder
 from training.run_folder import RunFolder, changes
 from training.sharding import check_parallel, shard
-from training.speed import SpeedCheck, fp32_slowdown, micro_loss, most_graphs, specified_peak
+from training.speed import fp32_slowdown, most_graphs, specified_peak
 from training.stopping import StopRequest
 from training.trainer import Settings, Trainer
 from training.weights import LABEL_TABLE, find_mismatch, is_own_checkpoint, load_weights, read_weights
@@ -133,11 +132,6 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
     batches = _build_batches(experiment, resolved, dataset, recorder, alignment)
     cost = cache(partial(cost_of, net, fp32_slowdown=fp32_slowdown(net, device, resolved.bf16)))
 
-    def losses(ratios: tuple[float, ...]) -> torch.Tensor:
-        N = resolved.micro_batch_size
-        values = micro_loss(precond, net, loss, N, device, Routing(ratios))
-        return values if alignment is None else values + alignment.blank_loss(net, N, device)
-
     trainer = Trainer(
         *(launch, net, precond, loss, optimizer, ema, plan, batches, evaluators, recorder),
         CheckpointFolder(run.path / "checkpoints", train.keep_last, train.milestone_every, launch),
@@ -145,14 +139,8 @@ def build_trainer(experiment: Experiment, run: RunFolder, dataset: LatentDataset
         Settings(**{field.name: getattr(train, field.name) for field in fields(Settings)}),
         Work(lambda ratios: cost(ratios).routed_training_flops, specified_peak(device, resolved.bf16)),
         alignment,
-        SpeedCheck(losses, precond, lambda ratios: cost(ratios).predicted_speedup, device, recorder)
-        if train.check_speed
-        else None,
     )
     trainer.resume_newest()
-    # Not with shared weights: if one process ran out of memory in the check, the others would wait for it.
-    if train.parallel != "ddp" or (trainer.step and "speed_check" in run.manifest()):
-        trainer.speed_check = None
     launch.barrier()  # all ranks have read the files that the first rank changes
     expected = cost(mask_coverage=experiment.mask_coverage(dataset))
     start = partial(_start_writing, experiment, resolved, trainer, dataset, run, init_from, expected, memory)

@@ -27,7 +27,6 @@ from reports.runs import (
 )
 from runtime.files import read_bounded
 from training.recorder import LEVEL
-from training.speed import describe_check
 
 MAX_PICTURE_BYTES, MAX_DEPTH, MAX_PANELS = 2**26, 1000, 60
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -166,8 +165,6 @@ def facts(manifest: dict[str, Any], lines: Lines, constant: dict[str, Any]) -> d
     numbers = {key: value for key, value in newest.items() if isinstance(value, int | float)}
     events = {key: [event["step"] for line in lines for event in line.get(key, ())] for key in EVENTS}
     speed = f"{cost['predicted_speedup']:.2f}x as fast as dense ones by FLOPs"
-    if "speed_check" in manifest:
-        speed += f"; measured: {describe_check(manifest['speed_check'])}"
     rows = {
         "newest values": ", ".join(f"{key} {value:.4g}" for key, value in numbers.items()),
         **{key: ", ".join(map(str, steps)) for key, steps in events.items()},

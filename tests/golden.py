@@ -27,7 +27,7 @@ FIXED = (
         "train.total_steps=8",
     ),
     *("train.log_every=1", "train.save_every=4", "train.eval_every=4", "train.sample_every=null"),
-    *("train.mixed_precision=no", "train.compile=false", "train.check_speed=false", "evaluation=none"),
+    *("train.mixed_precision=no", "train.compile=false", "evaluation=none"),
 )
 SETTINGS = {
     "routed": ("model=tread",),

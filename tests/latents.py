@@ -20,6 +20,15 @@ def write_latents(path, stored, labels=None, masks=None, **fields):
     return open_latents(path)
 
 
+def growing_masks(count):
+    """Masks (count, 8, 8) that touch 0 to 16 of 16 tokens."""
+    masks = np.zeros((count, 8, 8), np.uint8)
+    for entry in range(count):
+        for token in range(entry % 17):
+            masks[entry, 2 * (token // 4), 2 * (token % 4)] = 200
+    return masks
+
+
 def numbered(count):
     """Stored latents (count, 2, 4, 8, 8) filled with the number of their entry, 100 more in the flip."""
     return np.add.outer(np.add.outer(np.arange(count), [0, 100]), np.zeros((4, 8, 8)))

@@ -22,12 +22,12 @@ from builders.experiment import Experiment
 from builders.kept_tokens import KeptTokensLoss
 from builders.rules import check_rules
 from builders.schemas import RoutingConfig
-from data import LatentManifest, LatentWriter
 from diffusion import EDMLoss, EDMPrecond, FlowPath, edm_sampler
 from models import DiT
 from routing import RoutePlan, norm_router
 from runtime.provenance import flatten
 from study.published import read_header, read_rows
+from tests.latents import write_latents
 from tests.networks import BLOCKS
 from tests.networks import SIZES as PUBLISHED_SIZES
 from tests.runs import ROOT, composed, validated, written
@@ -118,9 +118,8 @@ def built(*overrides):
 @pytest.fixture
 def latents(tmp_path):
     """A tiny latent folder; returns its path."""
-    manifest = LatentManifest(4, (8, 16, 16), "float16", "moments", 7, "identity")
-    with LatentWriter(tmp_path / "latents", manifest) as writer:
-        writer.append(np.zeros((4, 8, 16, 16), np.float16), np.arange(4))
+    stored = np.zeros((4, 8, 16, 16))
+    write_latents(tmp_path / "latents", stored, np.arange(4), kind="moments", num_classes=7)
     return tmp_path / "latents"
 
 

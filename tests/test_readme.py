@@ -32,7 +32,6 @@ from study.published import read_header, read_rows
 from tests.photos import write_photographs
 from tests.programs import start
 from tests.runs import ROOT, composed
-from training.ema import __main__ as averages  # noqa: F401
 
 FOLDERS = ("configs", "training", "routing", "routing/adapters", "models", "diffusion", "data", "evaluation")
 FOLDERS += ("benchmarks", "study")
@@ -62,7 +61,6 @@ PROGRAMS = {
     "sample.py": "sample",
     "fid.py": "fid",
     "data.encode": "encode",
-    "training.ema": "ema",
     "data.convert": "convert",
     "data.verify": "verify",
     "data.report": "report",

@@ -17,11 +17,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import sample
-from data import LatentManifest, LatentWriter, open_images
+from data import open_images
 from evaluation import Reference, make_reference
 from evaluation.reference import evenly_spaced
 from runtime.launch import Launch
 from tests.inception import adm_suite
+from tests.latents import growing_masks, write_latents
 from tests.runs import TINY, before_each_step, composed, metrics, tiny_run, tiny_trainer
 from tests.training.test_trainer import assert_same_run
 from training.checkpoint import latest_checkpoint
@@ -67,15 +68,8 @@ def shrink(patch):
 def write_inputs(folder):
     """Write latents whose masks touch 0 to 16 of 16 tokens, and images."""
     rng = np.random.default_rng(0)
-    masks = np.zeros((34, 8, 8), np.uint8)
-    for entry in range(34):
-        for token in range(entry % 17):
-            masks[entry, 2 * (token // 4), 2 * (token % 4)] = 200
-    manifest = LatentManifest(
-        34, (4, 8, 8), "float32", "samples", 10, "identity", num_held_out=10, conditioning_type="mask"
-    )
-    with LatentWriter(folder / "latents", manifest) as writer:
-        writer.append(rng.standard_normal((34, 4, 8, 8)), np.arange(34) % 10, masks)
+    stored, labels = rng.standard_normal((34, 4, 8, 8)), np.arange(34) % 10
+    write_latents(folder / "latents", stored, labels, growing_masks(34), dtype="float32", num_held_out=10)
     for name, count in (("reference", NUM_IMAGES), ("samples", NUM_IMAGES + 4)):
         np.savez(folder / f"{name}.npz", rng.integers(0, 256, (count, SIDE, SIDE, 3), np.uint8))
 

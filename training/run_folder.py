@@ -24,7 +24,7 @@ FREE_KEYS = ("run_name", "output_dir", "wait", "decoding", "data.encoder", "mode
 FREE_KEYS += ("sweep_metric", "evaluation", "guidance", "sampler", "tracker")
 FREE_OF_TRAIN = ("log_every", "save_every", "eval_every", "sample_every", "keep_last", "milestone_every")
 FREE_OF_TRAIN += ("total_steps", "max_time_sec", "max_skipped_steps", "num_workers", "keep_freed_memory")
-FREE_OF_TRAIN += ("check_resources", "check_speed", "parallel", "reduce_dtype")
+FREE_OF_TRAIN += ("check_resources", "parallel", "reduce_dtype")
 FREE_KEYS += tuple(f"train.{key}" for key in FREE_OF_TRAIN)
 # Keys that a resumed run may not change if it scores samples: its scores must stay comparable.
 SCORING_KEYS = ("decoding", "evaluation", "guidance", "sampler")

@@ -52,8 +52,6 @@ class Trainer:
         evaluators: pairs (interval in steps, evaluator); evaluator(step) -> {key: number or picture}.
         work: FLOPs of an image, for the log; None: unknown.
         alignment: its loss is added; None: there is none.
-        speed_check: called once with the ratios of the last step, at the first log point after a save where
-            tokens bypass: by then everything is compiled, and a stop loses nothing.
     """
 
     launch: Launch
@@ -71,7 +69,6 @@ class Trainer:
     settings: Settings
     work: Work | None
     alignment: Alignment | None = None
-    speed_check: Callable[[tuple[float, ...]], None] | None = None
 
     def __post_init__(self) -> None:
         self.ema_wide = self.ema.wide if isinstance(self.ema, PostHocEMA) else None
@@ -131,7 +128,6 @@ class Trainer:
                 if self.step % self.settings.log_every == 0:
                     self.clock.pause()
                     self.log_training()
-                    self._check_speed()
                     self.clock.resume()
 
     def train_step(self, micro_batches: Iterable[MicroBatch]) -> None:
@@ -196,14 +192,6 @@ class Trainer:
 
     def _log(self, values: dict[str, Any]) -> None:
         self.recorder.log(self.step, self.step * self.batches.batch_size, values)
-
-    def _check_speed(self) -> None:
-        if not (self.speed_check and self.saved_step and any(self.ratios)):
-            return
-        if not self._stop_reason(evaluation=True):
-            with self.recorder.doing("time the routes"):
-                self.speed_check(self.ratios)
-            self.speed_check = None
 
     def _save_and_evaluate(self) -> str:
         """Save and evaluate if due; return the reason to stop here, or an empty string."""

@@ -5,23 +5,21 @@ import pytest
 from omegaconf.errors import InterpolationResolutionError
 
 from builders import recipe
-from data import LatentManifest, LatentWriter
+from data import LatentManifest
 from runtime.provenance import flatten
+from tests.latents import write_latents
 from tests.runs import TINY, tiny_run, validated, written
 
 
-def write_latents(folder, count=40, size=64, channels=3):
-    manifest = LatentManifest(
-        count, (channels, size, size), "float32", "samples", 2, "identity", num_held_out=4
-    )
-    with LatentWriter(folder, manifest) as writer:
-        writer.append(np.zeros((count, channels, size, size)), np.arange(count) % 2)
+def latents_of(folder, count=40, size=64, channels=3):
+    stored, labels = np.zeros((count, channels, size, size)), np.arange(count) % 2
+    write_latents(folder, stored, labels, dtype="float32", num_held_out=4)
     return f"data.path={folder}"
 
 
 @pytest.fixture
 def latents(tmp_path):
-    return write_latents(tmp_path / "latents")
+    return latents_of(tmp_path / "latents")
 
 
 def chosen(*overrides):
@@ -86,13 +84,13 @@ def test_a_batch_is_shared_by_all_processes(latents, monkeypatch):
 
 @pytest.mark.parametrize("encoder", ["elsewhere/unknown", "no--name/at-all", "/no/such/folder"])
 def test_no_pictures_where_the_encoder_would_have_to_be_downloaded(tmp_path, encoder):
-    latents = write_latents(tmp_path / "latents")
+    latents = latents_of(tmp_path / "latents")
     assert chosen(latents)["train.sample_every"] == 150
     assert chosen(latents, f"data.encoder={encoder}")["train.sample_every"] is None
 
 
 def test_a_run_keeps_its_recipe_on_another_machine(tmp_path, monkeypatch):
-    latents = write_latents(tmp_path / "small", size=16)
+    latents = latents_of(tmp_path / "small", size=16)
     options = ("data=latents", latents, *TINY[1:3], "train.total_steps=4", "train.sample_every=null")
     tiny_run(tmp_path / "run", *options, "train.compile=false")
     resumed = ("data=latents", latents, f"output_dir={tmp_path / 'run'}", "train.compile=false")

@@ -116,7 +116,7 @@ def test_an_unfinished_last_line_is_ignored_and_a_damaged_one_refused(run):
 @pytest.mark.usefixtures("few_panels")
 def test_a_damaged_manifest_is_refused(run):
     manifest = (run / "manifest.json").read_bytes()
-    damage = {"status": None, "cost": {}, "routes": 3, "starts": [7], "speed_check": []}
+    damage = {"status": None, "cost": {}, "routes": 3, "starts": [7]}
     for key, value in damage.items():
         (run / "manifest.json").write_bytes(manifest)
         RunFolder(run).update({key: value})

@@ -8,9 +8,7 @@ from pathlib import Path
 import diffusers
 import pytest
 
-from routing import Route, attach
 from routing.adapters.families import FAMILIES, __main__
-from tests.routing.models import built
 
 CALLED = ("transformer", "transformer_2", "unconditional_transformer", "current_model", "current_transformer")
 CALLED += ("decoder", "model")
@@ -53,11 +51,3 @@ def test_a_class_accepts_what_its_pipelines_pass(name):
     passed = passed_to(name, parameters)
     assert passed, "no pipeline calls it: its name, or CALLED, has changed"
     assert passed - set(FAMILIES[name].accepts) - SAMPLING == REFUSED.get(name, set())
-
-
-@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "SD3Transformer2DModel", "WanTransformer3DModel"])
-def test_a_default_that_is_given_is_not_refused(name):
-    model, arguments = built(name)
-    attach(model, [Route(0.5, 1, -2)])
-    parameters = inspect.signature(type(model).forward).parameters
-    model(**{key: p.default for key, p in parameters.items() if p.default is not p.empty} | arguments)

@@ -1,7 +1,6 @@
 """All adapters of diffusers against models that hide bypassing tokens, for several windows."""
 
 import inspect
-from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
@@ -264,30 +263,6 @@ def test_a_class_that_copies_one_of_diffusers_takes_its_adapter():
     with pytest.raises(ValueError, match="no adapter is known for Copied"):
         attach(model, WINDOWS[:1])
     check(model, FAMILIES["SD3Transformer2DModel"], arguments, 16, WINDOWS[:1])
-
-
-def without(adapter, key, gather):
-    """Return the adapter with another function for an argument."""
-    lists = [replace(spec, by_token={**spec.by_token, key: gather}) for spec in adapter.block_lists]
-    return replace(adapter, block_lists=lists)
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "gather"),
-    [
-        ("WanTransformer3DModel", "rotary_emb", lambda t, kept: tuple(x[:, : kept.ids.shape[1]] for x in t)),
-        ("WanTransformer3DModel", "rotary_emb", lambda t, kept: tuple(kept.gather(x)[:1] for x in t)),
-        ("FluxTransformer2DModel", "image_rotary_emb", lambda t, kept: tuple(kept_first(x, kept) for x in t)),
-    ],
-    ids=["first positions", "positions of the first sample", "joint"],
-)
-def test_a_wrong_adapter_fails_the_proof(name, key, gather):
-    model, arguments = built(name)
-    assert prove(model, without(FAMILIES[name], key, gather), arguments, WINDOWS[0]).routed > 0.01
-
-
-def kept_first(table, kept):
-    return table[: kept.num_prefix_tokens + kept.ids.shape[1]]
 
 
 def test_the_page_has_the_table_of_the_installed_version():

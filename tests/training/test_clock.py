@@ -20,7 +20,7 @@ from training.stopping import MAX_TICK_STEPS, TIME_LIMIT, StopRequest
 from training.trackers import CLOSE_WITHIN_SEC
 from training.window import Work
 
-STEP_SEC, SAVE_SEC, EVALUATION_SEC, CHECK_SEC = 2.0, 7.0, 100.0, 50.0
+STEP_SEC, SAVE_SEC, EVALUATION_SEC = 2.0, 7.0, 100.0
 OPTIONS = ("train.log_every=3", "train.save_every=2", "train.micro_batch_size=4")
 
 
@@ -49,7 +49,6 @@ def timed(folder, clock, *overrides):
     before_each_step(trainer, taking(STEP_SEC, lambda step: None))
     trainer.checkpoints.save = taking(SAVE_SEC, trainer.checkpoints.save)
     trainer.evaluators = [(2, taking(EVALUATION_SEC, lambda step: {"score": 1.0}))]
-    trainer.speed_check = taking(CHECK_SEC, lambda ratios: None)
     trainer.stop.global_reason = lambda reserve_sec, now: calls.append((trainer.step, reserve_sec)) or ""
     return trainer, run, calls
 
@@ -85,9 +84,7 @@ def test_flops_account_for_the_routes(tmp_path):
 
 
 def test_peak_memory_counts_from_the_last_log_point(tmp_path):
-    trainer, run = tiny_trainer(
-        tmp_path, "train.total_steps=3", "train.log_every=1", "train.check_speed=false"
-    )
+    trainer, run = tiny_trainer(tmp_path, "train.total_steps=3", "train.log_every=1")
 
     def take_half_a_gib(step):
         if step == 1:
@@ -107,17 +104,14 @@ def test_the_reserve_covers_steps_saves_and_evaluations(tmp_path, clock):
     assert guessed_sec == 16 * sum(parameter.numel() for parameter in trainer.net.parameters()) / 100e6
     interrupted(trainer, run, 4)
     # Twice at a step that evaluates: before the turn, and before the evaluation, which is then reserved, too.
-    # The same for the check of the speed, at step 3.
-    others_sec = EVALUATION_SEC + CHECK_SEC
     expected = [
         (0, guessed_sec),
         (1, guessed_sec + 5 * STEP_SEC),
         (2, guessed_sec + 5 * STEP_SEC),
         (2, SAVE_SEC + 5 * (2 * STEP_SEC + SAVE_SEC) / 2),
-        (3, SAVE_SEC + 5 * (3 * STEP_SEC + SAVE_SEC + EVALUATION_SEC) / 3 + EVALUATION_SEC),
-        (3, SAVE_SEC + 5 * (3 * STEP_SEC + SAVE_SEC + others_sec) / 3),
-        (4, SAVE_SEC + 5 * (4 * STEP_SEC + SAVE_SEC + others_sec) / 4),
-        (4, SAVE_SEC + 5 * (4 * STEP_SEC + 2 * SAVE_SEC + others_sec) / 4 + EVALUATION_SEC),
+        (3, SAVE_SEC + 5 * (3 * STEP_SEC + SAVE_SEC + EVALUATION_SEC) / 3),
+        (4, SAVE_SEC + 5 * (4 * STEP_SEC + SAVE_SEC + EVALUATION_SEC) / 4),
+        (4, SAVE_SEC + 5 * (4 * STEP_SEC + 2 * SAVE_SEC + EVALUATION_SEC) / 4 + EVALUATION_SEC),
     ]
     assert [step for step, _ in calls] == [step for step, _ in expected]
     assert [seconds for _, seconds in calls] == pytest.approx([END_SEC + seconds for _, seconds in expected])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from tests.latents import write_latents
+from tests.latents import growing_masks, write_latents
 from tests.runs import TINY, metrics, tiny_run, tiny_trainer
 
 MASKED = (*TINY[1:], "model/size=tiny", "train.num_workers=0", "train.masked_loss=true")
@@ -18,13 +18,8 @@ MASKED += ("train.log_every=1", "train.sample_every=null")
 def latents(tmp_path_factory):
     """Write 24 entries of 16 tokens with 0 to 16 masked tokens; return overrides that train on them."""
     folder = tmp_path_factory.mktemp("latents") / "latents"
-    masks = np.zeros((24, 8, 8), np.uint8)
-    for entry in range(24):
-        for token in range(entry % 17):
-            row, column = divmod(token, 4)
-            masks[entry, 2 * row, 2 * column] = 200
     stored = np.random.default_rng(0).standard_normal((24, 4, 8, 8))
-    write_latents(folder, stored, np.arange(24) % 10, masks, dtype="float32", num_held_out=4)
+    write_latents(folder, stored, np.arange(24) % 10, growing_masks(24), dtype="float32", num_held_out=4)
     return ("data=latents", f"data.path={folder}", *MASKED)
 
 
@@ -40,7 +35,6 @@ def watched(trainer):
 
     trainer.net.router = remember
     trainer.net.blocks[3].register_forward_pre_hook(lambda block, args: lengths.append(args[0].shape[1]))
-    trainer.speed_check = None
     return seen, lengths
 
 

@@ -34,7 +34,6 @@ class Alignment(ABC):
     needs_features = False  # the target is made from features of the images
     encoder: str | None = None  # computes the features at each step; None: they are stored
     weights: str | None = None  # file of the encoder's weights
-    feature_shape: Sequence[int] = ()
     encode: Callable[[torch.Tensor], torch.Tensor] | None = None  # x -> features, by the encoder
 
     def __init__(self, block: int, weight: float, until_step: int | None = None, tokens: str = "all"):
@@ -65,7 +64,6 @@ class Alignment(ABC):
         Raises:
             ValueError: the features are missing or of another grid, or the network cannot be aligned.
         """
-        self.feature_shape = feature_shape or ()
         grid_size, x = round(net.num_tokens**0.5), torch.zeros(1, *net.latent_shape, device="meta")
         features = None if feature_shape is None else torch.zeros(1, *feature_shape, device="meta")
         if self.needs_features and (features is None or features.shape[1] != net.num_tokens):
@@ -97,13 +95,6 @@ class Alignment(ABC):
         if kept is None or self.tokens == "all":
             return error.mean(dim=1)
         return (error * kept).sum(dim=1) / kept.sum(dim=1).clamp(min=1)
-
-    def blank_loss(self, net: Any, num_samples: int, device: torch.device) -> torch.Tensor:
-        """Return the loss (N,) of the last forward for images and features of zeros, to time a step."""
-        x, features = torch.zeros(num_samples, *net.latent_shape, device=device), None
-        if self.needs_features and self.encode is None:
-            features = torch.zeros(num_samples, *self.feature_shape, device=device)
-        return self.loss(net, x, features, step=0)
 
 
 def mlp(sizes: list[int]) -> nn.Sequential:

@@ -3,12 +3,11 @@
 A training keeps averages of two widths, and its milestones are the snapshots:
 
     python train.py ema=post_hoc train.milestone_every=200
-    python -m training.ema run=runs/NAME "std=[0.03,0.08]"
     python fid.py -m run=runs/NAME checkpoint=std0.03,std0.08 guidance=cfg guidance_scale=1,1.5
 
 The average at time t weighs the weights of time s by (s / t)^gamma. Its width is the standard deviation of
 this profile over t. For each of two widths, the second line writes the combination of snapshots that is
-nearest to its profile, as a checkpoint; the third line does so for checkpoints that are missing.
+nearest to its profile, as a checkpoint, and samples it.
 """
 
 from collections.abc import Sequence
@@ -119,28 +118,22 @@ def deviation(snapshots: Sequence[Profile], weights: np.ndarray, target: Profile
     return float(np.sqrt(max(0.0, signs @ products @ signs) / product(target, target)))
 
 
-def reconstruct(run: Path, std: float, step: int | None = None) -> Path:
-    """Write the average of a width at a step as a checkpoint; return its folder, which may exist already.
-
-    Args:
-        step: of a checkpoint; None: the newest.
+def reconstruct(run: Path, std: float) -> Path:
+    """Write the newest average of a width as a checkpoint; return its folder, which may exist already.
 
     Raises:
-        ValueError: the run did not use ema=post_hoc or has no such step, a snapshot is damaged, or there are
-            too few for this width.
+        ValueError: the run did not use ema=post_hoc, a snapshot is damaged, or there are too few for this
+            width.
     """
     check_std("std", std)
     steps = dict(steps_in(run / "checkpoints"))
-    last = max(steps, default=None) if step is None else step
     if not steps:
         raise ValueError(f"run={run} has no checkpoint yet")
-    if last not in steps:
-        raise ValueError(f"step={step} not found: run={run} has steps {', '.join(map(str, steps))}")
-    folder = run / "checkpoints" / f"step_{last:08d}_std{std:g}"
+    folder = run / "checkpoints" / f"step_{max(steps):08d}_std{std:g}"
     if (folder / "ema.safetensors").exists():
         return folder
     files, snapshots = [], []
-    for checkpoint in (steps[number] for number in sorted(steps) if number <= last):
+    for checkpoint in (steps[number] for number in sorted(steps)):
         if damage := damage_of(checkpoint, [STATE, *(f"{part}.safetensors" for part in PARTS)]):
             raise ValueError(f"{checkpoint} is damaged ({damage}): move it away to leave it out")
         state = read_json(checkpoint / STATE)
