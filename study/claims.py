@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.processes import program_parser
-from benchmarks.results import markdown, read_environment, read_results
+from benchmarks.results import Rows, markdown, read_environment, read_results
 from reports.effects import Effect, effect_of
 from runtime.files import atomic_write, write_text
 from runtime.provenance import PROJECT
 from study.baselines import SAME_DATA
-from study.records import DISTANCES, EXCESS, RATIOS, Records, compare, holm, score_of
+from study.records import DISTANCES, EXCESS, Records, compare, holm, is_ratio, score_of
 from study.twins import LOSS, METHODS, STUDIES, TWINS, UNGUIDED, search_losses
 
 SEEN, OPPOSITE, UNDECIDED, UNTESTABLE = "seen", "opposite seen", "undecided", "not testable here"
@@ -36,7 +36,7 @@ SCORES = (LOSS, EXCESS, "sharpening", "train_loss", "memorised", "accuracy", "pe
 REAL = ("real held-out", "real training")  # baselines of real images
 ROUNDING = 1e-9  # distances of a set to itself
 FIGURE = "assets/twins.png"
-FIGURE_STUDY, STACKS = "digits-200", "stacks-256"
+FIGURE_STUDY, STACKS, MIXTURE = "digits-200", "stacks-256", "mixture-64"
 SCENES = ("scenes-64", "scenes-256", "scenes-1024")
 PANELS = (  # of the figure: score, title, axis
     (LOSS, "loss on unseen digits", "steps"),
@@ -98,7 +98,7 @@ class Comparison:
             sorted({gate for s in studies for gate, why in failed_gates(records, s, key).items() if why})
         )
         commits = tuple(dict.fromkeys(commit for s in studies for commit in records.commits(s, self.arms)))
-        text = f"{text}: {effect.format(key in RATIOS)}"
+        text = f"{text}: {effect.format(is_ratio(key))}"
         return Finding(text, str(effect.n), commits, effect, self.higher, gates)
 
 
@@ -321,7 +321,7 @@ def arms_table(records: Records, study: str) -> str:
             row |= {"n": effect.n, name + label: f"{effect.value:.4g}{half}"}
         base = base_of(records, study, arm)
         if base != arm and (effect := compare(records, study, key, (arm, base))):
-            row[f"{key} over dense"] = effect.format(key in RATIOS)
+            row[f"{key} over dense"] = effect.format(is_ratio(key))
         rows.append(row)
     order = ["arm", "lr", "steps", "TFLOP", "n", *dict.fromkeys(key for row in rows for key in row)]
     return markdown(rows, dict.fromkeys(order, "{}"))
@@ -344,7 +344,7 @@ def stacks_table(records: Records) -> str:
             for column, pair in arms.items():
                 if name or column == "routed":
                     effect = compare(records, STACKS, key, pair, "end", (guidance, UNGUIDED))
-                    row[f"{label}, {column}"] = effect.format(key in RATIOS) if effect else ""
+                    row[f"{label}, {column}"] = effect.format(is_ratio(key)) if effect else ""
                     row["n"] = max(row.get("n", 0), effect.n if effect else 0)
         if effect := compare(records, STACKS, LOSS, (routed, base), "gflop"):
             row["loss, routed against dense, equal FLOPs"] = effect.format(True)
@@ -358,26 +358,53 @@ def stacks_table(records: Records) -> str:
 
 def tokens_table(records: Records) -> str:
     """Return a table of routed against dense networks on the scenes, by number of tokens."""
-    rows: list[dict[str, Any]] = []
-    at_flops = {"at": "gflop"}
-    columns = {"loss, equal steps": {}, "loss, equal FLOPs": at_flops}
-    columns["minus the change at 64 tokens"] = {**at_flops, "than": SCENES[0]}
-    for study, way in product(SCENES, ("prefix", "cross")):
-        arms = f"routed, {way}", f"dense, {way}"
-        row: dict[str, Any] = {"tokens": study.removeprefix("scenes-"), "captions": way}
-        costs = [
-            max((p[1] for points in records.curve(study, arm, LOSS).values() for p in points), default=0)
-            for arm in arms
-        ]
-        row["FLOPs of a step"] = f"{costs[0] / costs[1]:.2f}x" if all(costs) else ""
-        for column, options in columns.items():
-            if "than" in options and study == SCENES[0]:
-                continue
-            if effect := compare(records, study, LOSS, arms, **options):
-                row |= {column: effect.format(True), "n": effect.n}
-        rows.append(row)
-    order = ("tokens", "captions", "n", "FLOPs of a step", *columns)
-    return markdown(rows, dict.fromkeys(order, "{}")).replace("--:", "---")
+    rows = []
+    for study, conditioning in product(SCENES, ("prefix", "cross")):
+        columns = {"loss, equal steps": {}, "loss, equal FLOPs": {"at": "gflop"}}
+        if study != SCENES[0]:
+            columns["minus the change at 64 tokens"] = {"at": "gflop", "than": SCENES[0]}
+        arms = f"routed, {conditioning}", f"dense, {conditioning}"
+        row = {"tokens": study.removeprefix("scenes-"), "captions": conditioning}
+        rows.append(
+            row | effects_row(records, study, arms, {name: (LOSS, how) for name, how in columns.items()})
+        )
+    return effects_table(rows)
+
+
+def mechanism_table(records: Records) -> str:
+    """Return a table of the arms of the mixture against the dense one."""
+    keys = dict.fromkeys(key for row in records.rows[MIXTURE] for key in row if key.startswith(f"{EXCESS}/"))
+    columns = {"excess": (EXCESS, {}), "excess, equal FLOPs": (EXCESS, {"at": "gflop"})}
+    columns |= {key.removeprefix(f"{EXCESS}/"): (key, {}) for key in keys}
+    columns |= {key: (key, {}) for key in ("sharpening", "perplexity", "accuracy")}
+    arms = [arm for arm in records.arms(MIXTURE) if arm != "dense"]
+    return effects_table(
+        [{"arm": arm} | effects_row(records, MIXTURE, (arm, "dense"), columns) for arm in arms]
+    )
+
+
+def effects_row(
+    records: Records, study: str, arms: Sequence[str], columns: Mapping[str, tuple[str, Mapping[str, Any]]]
+) -> dict[str, Any]:
+    """Compare two arms: n, the ratio of the FLOPs of their steps, and an effect for each column.
+
+    Args:
+        columns: name -> score and options of `compare`.
+    """
+    curves = [records.curve(study, arm, EXCESS if study == MIXTURE else LOSS) for arm in arms]
+    steps = [[p[1] / p[0] for points in curve.values() for p in points] for curve in curves]
+    row: dict[str, Any] = {"n": ""}
+    row |= {"FLOPs of a step": f"{max(steps[0]) / max(steps[1]):.2f}x"} if all(steps) else {}
+    for column, (key, options) in columns.items():
+        if effect := compare(records, study, key, arms, **options):
+            row |= {column: effect.format(is_ratio(key)), "n": row["n"] or effect.n}
+    return row
+
+
+def effects_table(rows: Rows) -> str:
+    """Return a table of rows of effects, with left-aligned cells."""
+    columns = dict.fromkeys(key for row in rows for key in row)
+    return markdown(rows, dict.fromkeys(columns, "{}")).replace("--:", "---")
 
 
 def page(records: Records) -> str:
@@ -391,6 +418,7 @@ def page(records: Records) -> str:
     figure = f"![{texts['figure']}]({FIGURE})" if records.rows[FIGURE_STUDY] else ""
     parts = [head, texts["rehearsal"] if records.rehearsal else "", texts["cost"], scoreboard(records, True)]
     parts += [texts["open"], scoreboard(records, False), figure]
+    parts += [texts["mechanism"], mechanism_table(records)] if len(records.arms(MIXTURE)) > 1 else []
     parts += [texts["stacks"], stacks_table(records)] if records.rows[STACKS] else []
     parts += [texts["tokens"], tokens_table(records)] if records.rows[SCENES[0]] else []
     parts += [texts["gates"], gates_table(records)]

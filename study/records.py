@@ -151,9 +151,14 @@ def score_of(row: Mapping[str, str], key: str) -> float | None:
     return float(row[key]) if row.get(key) else None
 
 
+def is_ratio(key: str) -> bool:
+    """True if a score, such as `excess` or `excess/t=0.3`, is compared as a ratio."""
+    return key.partition("/")[0] in RATIOS
+
+
 def scaled(scores: Scores, key: str) -> Scores:
     """Return scores on the scale on which they are compared: the logarithm of RATIOS."""
-    return {seed: math.log(score) if key in RATIOS else score for seed, score in scores.items()}
+    return {seed: math.log(score) if is_ratio(key) else score for seed, score in scores.items()}
 
 
 def compare(
@@ -230,6 +235,6 @@ def interpolate(points: Sequence[tuple[float, float]], cost: float, key: str) ->
     after = int(np.searchsorted(costs, cost))
     if costs[after] != cost and costs[after] > MAX_GAP * costs[after - 1]:
         return None
-    if key not in RATIOS:
+    if not is_ratio(key):
         return float(np.interp(math.log(cost), np.log(costs), scores))
     return math.exp(np.interp(math.log(cost), np.log(costs), np.log(scores)))

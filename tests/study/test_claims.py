@@ -343,7 +343,7 @@ def test_a_change_is_compared_with_the_one_of_another_study(tmp_path, header):
     assert effect.value == pytest.approx(math.log(0.5 / 0.8), abs=1e-4) and effect.low < effect.value
     lines = claims.tokens_table(Records(tmp_path)).splitlines()
     first, _, _, _, last, _ = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
-    assert first[:4] == ["64", "prefix", "3", "0.50x"] and first[6] == ""
+    assert first[:4] == ["64", "prefix", "3", "0.25x"] and first[6] == ""
     assert last[:3] == ["1024", "prefix", "3"] and last[4].startswith("-50.0 %")
     assert last[6] == effect.format(True)
     Record("baselines", tmp_path, header).add("scenes-1024", [{"baseline": "class means", LOSS: 0.5}])
@@ -354,6 +354,23 @@ def test_a_change_is_compared_with_the_one_of_another_study(tmp_path, header):
     (file,) = tmp_path.glob("twins_scenes-64_*.csv")
     file.unlink()
     assert compare(Records(tmp_path), "scenes-1024", LOSS, pair, "gflop", than="scenes-64") is None
+
+
+def test_arms_of_the_mixture_are_compared_with_the_dense_one(folder, header):
+    record = Record("twins_mixture-64", folder, header)
+    for seed in range(3):
+        scores = {EXCESS: 0.3, f"{EXCESS}/t=0.3": 0.1 * 1.01**seed, "sharpening": -0.1, "accuracy": 0.9}
+        record.add(f"separate {seed}", [row("separate", seed, 200, 300, **scores)])
+        more = {f"{EXCESS}/t=0.3": 0.2 * 1.01**seed, "sharpening": -0.2, "accuracy": 1.0, "noise": 0}
+        record.add(f"dense {seed}, more", [row("dense", seed, 200, 400, **more)])
+    table = claims.mechanism_table(Records(folder)).splitlines()
+    header, _, routed, separate = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
+    routed, separate = (dict(zip(header, cells, strict=True)) for cells in (routed, separate))
+    assert (routed["arm"], routed["n"], routed["FLOPs of a step"]) == ("routed", "3", "0.50x")
+    assert routed["excess"].startswith("-50.0 %") and routed["t=0.3"] == ""
+    assert separate["FLOPs of a step"] == "0.75x" and separate["excess"].startswith("+50")
+    assert separate["t=0.3"].startswith("-50.0 %") and separate["accuracy"].startswith("-10.0 points")
+    assert separate["sharpening"].startswith("+10.0 points") and "perplexity" not in header
 
 
 def test_the_figure_is_drawn(folder, header):
