@@ -244,6 +244,21 @@ def test_a_failed_gate_makes_a_claim_untestable(folder, header):
         assert claims.failed_gates(Records(folder), "digits-1500", key) == {"a": ""}, "no guidance needed"
 
 
+def test_the_worst_dense_arm_decides_the_gates_of_samples(folder, header):
+    record, real = (
+        Record("twins_captions-64", folder, header),
+        {"baseline": "real held-out", "precision": 0.9},
+    )
+    for arm, guided, precision in (("dense, prefix", 0.05, 0.5), ("dense, cross", 0.08, 0.2)):
+        scores = {"fd_cells_held_out": 0.1, "precision": precision}
+        guided = row(arm, 0, 9, 9, CFG[0], noise=0, fd_cells_held_out=guided)
+        record.add(arm, [row(arm, 0, 9, 9, noise=0, **scores), guided])
+    Record("baselines", folder, header).add("captions-64", [real])
+    gates = claims.failed_gates(Records(folder), "captions-64", "fd_cells_held_out")
+    assert gates["b"] == "guidance lowers the distance by 20 %"
+    assert gates["c"] == "precision over real data's: 22 %"
+
+
 def test_every_study_has_baselines_of_its_data():
     """Studies of the same data share them."""
     for name, study in STUDIES.items():
