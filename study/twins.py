@@ -103,7 +103,7 @@ DEEP_PATCH_2 = (*DEEP, "model.patch_size=2")
 DIGITS = {"data": "digits", "arms": TWINS | NO_REMOVAL | TOKEN_DROP}
 DIGITS |= {"seeds": (0, 1, 2, 3, 4), "scales": (1.5, 2.0)}
 MIXTURE = {"data": "mixture", "arms": TWINS | NO_REMOVAL | MECHANISM}
-MIXTURE |= {"steps": 10_000, "lr": 0.004, "search_steps": 5000, "search_seeds": (100,)}
+MIXTURE |= {"steps": 8000, "lr": 0.004, "search_steps": 5000, "search_seeds": (100,)}
 MIXTURE |= {"scales": (1.25,), "num_samples": 250}
 MIXTURE["lr_of"] = dict.fromkeys(NO_REMOVAL | MECHANISM, "routed")
 S_4 = ("model/size=s_4", "ema.decay=0.999", "train.batch_size=64", "train.num_workers=0", *STABLE)
