@@ -387,7 +387,7 @@ def mechanism_table(records: Records) -> str:
     keys = dict.fromkeys(key for row in records.rows[MIXTURE] for key in row if key.startswith(f"{EXCESS}/"))
     columns = {"excess": (EXCESS, {}), "excess, equal FLOPs": (EXCESS, {"at": "gflop"})}
     columns |= {key.removeprefix(f"{EXCESS}/"): (key, {}) for key in keys}
-    columns |= {key: (key, {}) for key in ("sharpening", "perplexity", "accuracy")}
+    columns |= {key: (key, {}) for key in ("sharpening", "perplexity")}
     arms = [arm for arm in records.arms(MIXTURE) if arm != "dense"]
     return effects_table(
         [{"arm": arm} | effects_row(records, MIXTURE, (arm, "dense"), columns) for arm in arms]

@@ -374,9 +374,9 @@ def test_a_change_is_compared_with_the_one_of_another_study(tmp_path, header):
 def test_arms_of_the_mixture_are_compared_with_the_dense_one(folder, header):
     record = Record("twins_mixture-64", folder, header)
     for seed in range(3):
-        scores = {EXCESS: 0.3, f"{EXCESS}/t=0.3": 0.1 * 1.01**seed, "sharpening": -0.1, "accuracy": 0.9}
+        scores = {EXCESS: 0.3, f"{EXCESS}/t=0.3": 0.1 * 1.01**seed, "sharpening": -0.1, "perplexity": 1.2}
         record.add(f"separate {seed}", [row("separate", seed, 200, 300, **scores)])
-        more = {f"{EXCESS}/t=0.3": 0.2 * 1.01**seed, "sharpening": -0.2, "accuracy": 1.0, "noise": 0}
+        more = {f"{EXCESS}/t=0.3": 0.2 * 1.01**seed, "sharpening": -0.2, "perplexity": 1.0, "noise": 0}
         record.add(f"dense {seed}, more", [row("dense", seed, 200, 400, **more)])
     table = claims.mechanism_table(Records(folder)).splitlines()
     header, _, routed, separate = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
@@ -384,8 +384,8 @@ def test_arms_of_the_mixture_are_compared_with_the_dense_one(folder, header):
     assert (routed["arm"], routed["n"], routed["FLOPs of a step"]) == ("routed", "3", "0.50x")
     assert routed["excess"].startswith("-50.0 %") and routed["t=0.3"] == ""
     assert separate["FLOPs of a step"] == "0.75x" and separate["excess"].startswith("+50")
-    assert separate["t=0.3"].startswith("-50.0 %") and separate["accuracy"].startswith("-10.0 points")
-    assert separate["sharpening"].startswith("+10.0 points") and "perplexity" not in header
+    assert separate["t=0.3"].startswith("-50.0 %") and separate["perplexity"].startswith("+20.0 %")
+    assert separate["sharpening"].startswith("+10.0 points") and "accuracy" not in header
 
 
 def test_the_figure_is_drawn(folder, header):
