@@ -7,6 +7,7 @@ The claims are rows of study/claims.yaml, which also has the texts of the page. 
 and outcomes.
 """
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -221,13 +222,16 @@ def _reason(text: str, value: float | None, least: float) -> str:
 def judge(tests: Sequence[Comparison | Bound], records: Records) -> tuple[str, list[Finding]]:
     """Return the outcome of a claim and its findings, with p values adjusted for their number."""
     findings = [finding for test in tests for finding in test.findings(records)]
-    testable = [f for f in findings if f.effect and not f.failed_gates]
+    # One seed has no interval, and is no test that Holm's method could count.
+    testable = [f for f in findings if f.effect and math.isfinite(f.effect.high) and not f.failed_gates]
     adjusted = iter(holm([f.effect.p for f in testable]))
     decided = []
     for f in findings:
         outcome = f.outcome
         if f.failed_gates:
             outcome = f"{UNTESTABLE} (gate {', '.join(f.failed_gates)})"
+        elif f.effect and f not in testable:
+            outcome = UNDECIDED
         elif f.effect:
             as_claimed = (f.effect.value > 0) == f.higher
             outcome = (SEEN if as_claimed else OPPOSITE) if next(adjusted) < ALPHA else UNDECIDED
@@ -246,7 +250,7 @@ def judge(tests: Sequence[Comparison | Bound], records: Records) -> tuple[str, l
 def format_finding(finding: Finding) -> str:
     """Format a finding; an undecided one says how many seeds would decide it."""
     text = f"{finding.text}, n = {finding.n}: {finding.outcome}"
-    if finding.effect and finding.outcome == UNDECIDED:
+    if finding.effect and finding.effect.n > 1 and finding.outcome == UNDECIDED:
         seeds = finding.effect.seeds
         text += f", would need {f'{seeds} seeds' if seeds else 'over 1,000 seeds'}"
     return text

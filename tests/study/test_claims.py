@@ -211,6 +211,13 @@ def test_p_values_are_adjusted_for_the_effects_of_the_claim(folder, header):
     assert alone.outcome == SEEN and 0.01 < alone.effect.p < 0.05
     several = judged(records, test, *[(*test[:2], {"at": "best"})] * 4)[1]
     assert {finding.outcome for finding in several} == {UNDECIDED}
+    # Effects of one seed are not counted, and do not say how many seeds would decide them.
+    for arm, excess in zip(PAIR, (0.1, 0.2), strict=True):
+        record.add(f"{arm}, mlp 0", [row(f"{arm}, mlp", 0, 200, 2, excess=excess, typical=1)])
+    single = (("routed, mlp", "dense, mlp"), {"mixture-256": "typical"}, {})
+    several = judged(Records(folder), test, *[single] * 4)[1]
+    assert [finding.outcome for finding in several] == [SEEN, *[UNDECIDED] * 4]
+    assert claims.format_finding(several[1]).endswith("n = 1: undecided")
 
 
 def test_a_failed_gate_makes_a_claim_untestable(folder, header):
