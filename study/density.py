@@ -5,11 +5,10 @@ from pathlib import Path
 
 import torch
 
+from builders.drawing import TOKENS_AT_ONCE
 from builders.sampling import open_run
 from data import MixtureDataset
 from diffusion import CFG, generate
-
-BATCH_SIZE = 64  # larger ones are not faster on a CPU
 
 
 def density_scores(
@@ -25,7 +24,8 @@ def density_scores(
     dataset = opened.experiment.data()
     sampler, guidance = partial(opened.sampler, num_steps=num_steps), CFG(guidance_scale)
     labels = torch.arange(len(seeds)) % dataset.manifest.num_classes
-    parts = [slice(start, start + BATCH_SIZE) for start in range(0, len(seeds), BATCH_SIZE)]
+    size = max(1, TOKENS_AT_ONCE // opened.precond.net.num_tokens)
+    parts = [slice(start, start + size) for start in range(0, len(seeds), size)]
     draw = partial(generate, opened.precond, sampler, guidance, device=torch.device("cpu"))
     samples = torch.cat([draw(seeds=seeds[part], class_labels=labels[part]) for part in parts])
     return compare(dataset, samples, labels)
@@ -35,7 +35,7 @@ def compare(dataset: MixtureDataset, samples: torch.Tensor, labels: torch.Tensor
     """Compare samples (N, C, H, W) of classes (N,) with the mixture.
 
     Returns:
-        `perplexity`: exp of the mean of -log p(x | class) per entry of a latent, divided by that of held-out
+        `perplexity`: exp of the mean of -log p(x | class) per entry of a latent, relative to held-out
         latents. 1: samples are as typical as the data; below 1: nearer to the modes; above 1: farther away.
         `accuracy`: the share of samples whose requested class gives them the highest density.
     """

@@ -107,14 +107,6 @@ class Recorder:
             shown = {key: v for key, v in values.items() if isinstance(v, int | float | np.ndarray)}
             self.tracker.log({"num_images": num_images, **shown}, step)
 
-    def note(self, fields: dict[str, Any]) -> None:
-        """Write fields to the manifest; a full disk is a warning."""
-        try:
-            if self.launch.is_main:
-                self.folder.update(fields)
-        except OSError as error:
-            self.show(f"warning: {self.folder.manifest_file}: {error}")
-
     def show(self, text: str) -> None:
         """Print a line above the progress bar."""
         if self.launch.is_main:

@@ -134,11 +134,11 @@ class Trainer:
         """Take one optimizer step on this rank's micro-batches; the caller increments `step`."""
         self.net.train()
         num_micro_batches = len(self.batches.indices)
-        loss, sample_losses = torch.zeros((), device=self.launch.device), []
+        loss, sample_losses, ratios = torch.zeros((), device=self.launch.device), [], ()
         for number, batch in enumerate(micro_batches, start=1):
             # The same ratios for all micro-batches of a step.
             routing = self.route_plan.routing(self.step, batch.num_forced, batch.force_keep)
-            self.ratios = routing.selection_ratio
+            ratios = routing.selection_ratio
             with nullcontext() if number == num_micro_batches else no_sync(self.precond.net):
                 options = {"routing": routing, "mask": batch.masks, "generator": batch.generator}
                 losses = self.loss(self.precond, batch.x, batch.class_labels, **options)
@@ -152,8 +152,8 @@ class Trainer:
             loss += micro_loss.detach()
             sample_losses.append(losses.detach())
             if batch.masks is not None:
-                self.window.add_bypassed(self.route_plan.num_forced_bypassed(batch.force_keep, self.ratios))
-        self.window.add_step(loss, *self.update_weights(), tuple(self.ratios), sample_losses)
+                self.window.add_bypassed(self.route_plan.num_forced_bypassed(batch.force_keep, ratios))
+        self.window.add_step(loss, *self.update_weights(), tuple(ratios), sample_losses)
 
     def update_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Clip the gradient, step, and update the average. Return the gradient norm before clipping, and 1 if

@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from builders.estimate import sharing_processes
 from tests.programs import start
 from tests.runs import TINY, metrics, tiny_run, tiny_trainer
+from tests.test_two_processes import write_inputs
 from training.checkpoint import CheckpointFolder, _cause_of, latest_checkpoint
 from training.sharding import is_sharded
 
@@ -45,7 +46,6 @@ def assert_close(states, others, atol):
 
 CASES = {
     "clipping": ("train.grad_clip=0.1",),
-    "checkpointing of activations": ("model.gradient_checkpointing=true",),
     "sprint": ("model=sprint",),
     "scores": ("data=digits", "evaluation=digits", "train.eval_every=6", "sampler.num_steps=2"),
     "a process without held-out entries": ("train.eval_every=3",),
@@ -62,6 +62,25 @@ def test_fsdp_trains_the_weights_of_ddp(tmp_path, case):
     assert_close(states_of(whole, *keys), states_of(sharded, *keys), atol=1e-5)
     for line, other in zip(metrics(whole), metrics(sharded), strict=True):
         assert line == {key: pytest.approx(value, rel=1e-5) for key, value in other.items()}
+
+
+@pytest.mark.slow
+def test_fifty_steps_of_fsdp_equal_ddp_bitwise(tmp_path):
+    """With routes, masks, two micro-batches for each process, and checkpointing of activations."""
+    write_inputs(tmp_path)
+    keys = (
+        "data=latents",
+        f"data.path={tmp_path / 'latents'}",
+        "train.masked_loss=true",
+        "train.log_every=1",
+    )
+    keys += ("model.gradient_checkpointing=true", "train.total_steps=50", "train.micro_batch_size=2")
+    whole, sharded = run_of(tmp_path / "whole", 2, *keys), run_of(tmp_path / "sharded", 2, *keys, FSDP)
+    lines = [metrics(run) for run in (whole, sharded)]
+    norms = [[line.pop("grad_norm") for line in of_run] for of_run in lines]
+    assert len(lines[0]) == 50 and lines[0] == lines[1]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)  # summed in another order
+    assert_close(states_of(whole, *keys), states_of(sharded, *keys), atol=0)
 
 
 @pytest.mark.slow
