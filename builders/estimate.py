@@ -30,7 +30,7 @@ WEIGHT, GRADIENT, AVERAGE, OPTIMIZER = 4, 4, 4, 8
 class Estimate:
     """Time, memory and disk space of a training."""
 
-    step_sec: float  # with the samples drawn during training
+    step_sec: float  # without evaluations
     memory: int  # bytes per process, without activations
     checkpoints: int  # bytes on disk
 
@@ -67,18 +67,12 @@ def sharing_processes(train: TrainConfig, num_processes: int) -> int:
     return local
 
 
-def estimate(
-    experiment: Experiment, resolved: Resolved, cost: Cost, launch: Launch, drawing_flops: float
-) -> Estimate:
-    """Estimate time, memory and disk of a training.
-
-    Args:
-        drawing_flops: FLOPs per step of the samples that evaluations draw.
-    """
+def estimate(experiment: Experiment, resolved: Resolved, cost: Cost, launch: Launch) -> Estimate:
+    """Estimate time, memory and disk of a training; evaluations are not in its time."""
     train, device = experiment.train, launch.device
     dtype = torch.bfloat16 if resolved.bf16 else torch.float32
     rate = UTILISATION * product_flops_per_sec(device, dtype, SIDES[device.type], REPEATS)
-    flops = cost.routed_training_flops * train.batch_size + drawing_flops
+    flops = cost.routed_training_flops * train.batch_size
     num_saved = train.keep_last + 1  # the oldest is removed after the newest is complete
     if train.milestone_every:
         num_saved += train.total_steps // train.milestone_every

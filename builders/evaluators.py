@@ -15,7 +15,6 @@ from builders.sampling import open_run, text_condition
 from builders.scoring import build_suite
 from data import LatentDataset, MixtureDataset, encoder_for, held_out_batches, image_decoder, open_images
 from diffusion import EDMPrecond, OptimalPrecond, Precond
-from diffusion.generate import cost_of_evaluations
 from evaluation import DenseLoss, ExcessLoss, SampleGrid, ScoreSamples, open_reference
 from runtime.launch import Launch
 from training.recorder import LEVEL
@@ -86,16 +85,6 @@ def check_sweep_metric(metric: str | None, evaluators: Sequence[tuple[int, Any]]
     known = ["loss", *(key for evaluator in scoring for key in evaluator.keys)]
     if metric is not None and metric.partition(LEVEL)[0] not in known:
         raise ValueError(f"sweep_metric={metric} must be a metric of the run: {', '.join(known)}")
-
-
-def drawing_flops(evaluators: Sequence[tuple[int, Any]]) -> float:
-    """Return the FLOPs per training step of the samples that evaluations draw."""
-    flops = 0.0
-    for interval, evaluator in evaluators:
-        if isinstance(evaluator, SampleGrid | ScoreSamples):
-            cost = cost_of_evaluations(evaluator.samples.model.evaluations)
-            flops += evaluator.samples.count * cost["flops"] / interval
-    return flops
 
 
 def grid_of(num_classes: int) -> tuple[int, int]:

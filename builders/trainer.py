@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from builders.auto import Resolved, resolve_auto
 from builders.estimate import Estimate, bytes_in_memory, estimate, free_disk, free_memory, sharing_processes
-from builders.evaluators import build_evaluators, check_sweep_metric, drawing_flops
+from builders.evaluators import build_evaluators, check_sweep_metric
 from builders.experiment import Experiment
 from builders.public import carries_configuration, num_heads_of, precond_of
 from builders.schemas import OBJECTIVES_OF_OTHERS, TrainConfig
@@ -206,7 +206,7 @@ def _start_writing(
         "scores": [evaluator.describe() for _, evaluator in evaluators],
     }
     details["changes"] = changes(run.manifest(), details) if trainer.step else []
-    needs = estimate(experiment, resolved, cost, launch, drawing_flops(evaluators))
+    needs = estimate(experiment, resolved, cost, launch)
     left, disk = train.total_steps - trainer.step, free_disk(trainer.checkpoints.folder)
     short = check_resources(train, needs, left, memory, disk)
     run.record_start(experiment.written, details, trainer.step)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from models.backbone import Backbone, Flops
+from models.backbone import Backbone
 from routing import grow_ratio, num_tokens_kept
 
 
@@ -21,8 +21,6 @@ class Cost:
         fp32_slowdown: time of a matrix product outside autocast over its time under autocast.
         predicted_speedup: dense over routed cost of a training step. Products outside autocast count
             fp32_slowdown times.
-        ceiling: upper limit of the speed-up for any ratio: only one token, or only the tokens that a mask
-            forces to stay, enter the windows (model.window=separate: half of the tokens).
     """
 
     num_parameters: int
@@ -33,7 +31,6 @@ class Cost:
     fp32_training_flops: int
     fp32_slowdown: float
     predicted_speedup: float
-    ceiling: float
 
 
 def cost_of(
@@ -54,12 +51,6 @@ def cost_of(
     ratios = [route.selection_ratio for route in net.routes] if ratios is None else ratios
     kept = [num_tokens_kept(T, grow_ratio(ratio, T, num_forced)) for ratio in ratios]
     dense, routed = net.flops([T] * len(kept)), net.flops(kept)
-    # The half is the cheapest for model.window=separate, whose two sequences hold all tokens.
-    least = [net.flops([max(n, num_forced)] * len(kept)) for n in (1, T // 2)]
-
-    def speedup(flops: Flops) -> float:
-        return dense.training / (flops.training + (fp32_slowdown - 1) * flops.fp32_training)
-
     return Cost(
         num_parameters=sum(parameter.numel() for parameter in net.parameters()),
         dense_forward_flops=dense.forward,
@@ -68,6 +59,5 @@ def cost_of(
         routed_training_flops=routed.training,
         fp32_training_flops=routed.fp32_training,
         fp32_slowdown=fp32_slowdown,
-        predicted_speedup=speedup(routed),
-        ceiling=max(map(speedup, least)),
+        predicted_speedup=dense.training / (routed.training + (fp32_slowdown - 1) * routed.fp32_training),
     )

@@ -12,7 +12,6 @@ import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -22,10 +21,10 @@ import yaml
 from benchmarks.processes import program_parser
 from benchmarks.results import Rows, markdown, read_environment, read_results
 from reports.effects import Effect, effect_of
-from runtime.files import atomic_write, write_text
+from runtime.files import write_text
 from runtime.provenance import PROJECT
-from study.baselines import SAME_DATA
-from study.records import DISTANCES, EXCESS, Records, compare, holm, is_ratio, score_of
+from study.figure import draw
+from study.records import DISTANCES, EXCESS, REAL, Records, compare, holm, is_ratio, score_of, twins_of
 from study.twins import LOSS, METHODS, STUDIES, TWINS, UNGUIDED, search_losses
 
 SEEN, OPPOSITE, UNDECIDED, UNTESTABLE = "seen", "opposite seen", "undecided", "not testable here"
@@ -34,16 +33,10 @@ NOT_MEASURED = "not measured"
 ALPHA, MIN_GAIN, MIN_PRECISION = 0.05, 0.3, 0.3  # of a claim; of gates b and c
 SAMPLE_SCORES = (*DISTANCES, "label_accuracy", "precision", "recall")  # scores that gates b and c judge
 SCORES = (LOSS, EXCESS, "sharpening", "train_loss", "memorised", "accuracy", "perplexity", *SAMPLE_SCORES)
-REAL = ("real held-out", "real training")  # baselines of real images
 ROUNDING = 1e-9  # distances of a set to itself
 FIGURE = "assets/twins.png"
-FIGURE_STUDY, STACKS, MIXTURE = "digits-200", "stacks-256", "mixture-64"
+STACKS, MIXTURE = "stacks-256", "mixture-64"
 SCENES = ("scenes-64", "scenes-256", "scenes-1024")
-PANELS = (  # of the figure: score, title, axis
-    (LOSS, "loss on unseen digits", "steps"),
-    ("memorised", "copies of training images", "steps"),
-    ("fd_pixel_held_out", "Frechet distance to unseen digits", "training TFLOPs"),
-)
 
 
 class Finding(NamedTuple):
@@ -161,11 +154,6 @@ def read_page() -> tuple[dict[str, str], list[Claim]]:
     return page["texts"], [Claim(**row) for row in page["claims"]]
 
 
-def baselines_of(records: Records, study: str) -> Mapping[str, Mapping[str, str]]:
-    """Return the rows of a study's baselines, by name."""
-    return records.baselines.get(SAME_DATA.get(study, study), {})
-
-
 def failed_gates(records: Records, study: str, key: str) -> dict[str, str]:
     """Return the gates that judge a score, each with the reason why it fails; empty: it passes.
 
@@ -185,7 +173,7 @@ def failed_gates(records: Records, study: str, key: str) -> dict[str, str]:
             )
             gains += [1 - mean(guided) / mean(unguided)] if guided and unguided else []
             precisions += [mean(precision)] if precision else []
-        gain, real = min(gains, default=None), baselines_of(records, study).get(REAL[0], {}).get("precision")
+        gain, real = min(gains, default=None), records.baselines_of(study).get(REAL[0], {}).get("precision")
         share = min(precisions) / float(real) if precisions and real else None
         change = "raises" if gain is not None and gain < 0 else "lowers"
         gates["b"] = _reason(f"guidance {change} the distance by", gain, MIN_GAIN)
@@ -194,7 +182,7 @@ def failed_gates(records: Records, study: str, key: str) -> dict[str, str]:
 
 
 def _gate_a(records: Records, study: str, key: str) -> str:
-    rows = baselines_of(records, study)
+    rows = records.baselines_of(study)
     scores = {name: score for name, row in rows.items() if name not in REAL and (score := score_of(row, key))}
     by_arm = [
         records.scores(study, arm, key, "best") or records.scores(study, arm, key)
@@ -317,7 +305,7 @@ def arms_table(records: Records, study: str) -> str:
     key = records.distance(study) or (EXCESS if records.is_mixture(study) else keys[0])
     columns += [(key, "end", "best")] if key in DISTANCES else []
     rows: list[dict[str, Any]] = []
-    for name, baseline in baselines_of(records, study).items():
+    for name, baseline in records.baselines_of(study).items():
         scores = {key: score for key in keys if (score := score_of(baseline, key)) is not None}
         cells = {key: f"{score if abs(score) > ROUNDING else 0:.4g}" for key, score in scores.items()}
         rows += [{"arm": f"*{name}*", **cells}] if cells else []
@@ -371,18 +359,19 @@ def stacks_table(records: Records) -> str:
     return markdown(rows, dict.fromkeys(order, "{}")).replace("--:", "---")
 
 
-def tokens_table(records: Records) -> str:
-    """Return a table of routed against dense networks on the scenes, by number of tokens."""
+def when_table(records: Records) -> str:
+    """Return a table of routed against dense networks: for each study, at equal steps and at equal FLOPs."""
     rows = []
-    for study, conditioning in product(SCENES, ("prefix", "cross")):
-        columns = {"loss, equal steps": {}, "loss, equal FLOPs": {"at": "gflop"}}
-        if study != SCENES[0]:
-            columns["minus the change at 64 tokens"] = {"at": "gflop", "than": SCENES[0]}
-        arms = f"routed, {conditioning}", f"dense, {conditioning}"
-        row = {"tokens": study.removeprefix("scenes-"), "captions": conditioning}
-        rows.append(
-            row | effects_row(records, study, arms, {name: (LOSS, how) for name, how in columns.items()})
-        )
+    for study in (name for name in STUDIES if records.rows[name]):
+        columns = {"equal steps": {}, "equal FLOPs": {"at": "gflop"}}
+        if study in SCENES[1:]:
+            columns["equal FLOPs, minus the change at 64 tokens"] = {"at": "gflop", "than": SCENES[0]}
+        key = EXCESS if study == MIXTURE else LOSS
+        effects = {name: (key, options) for name, options in columns.items()}
+        for twins in twins_of(records, study)[: 1 if study == STACKS else None]:
+            row = {"task": study, "captions": twins[0].partition(", ")[2]}
+            row |= {"steps": f"{STUDIES[study].steps:,}"}
+            rows.append(row | effects_row(records, study, twins, effects))
     return effects_table(rows)
 
 
@@ -430,54 +419,17 @@ def page(records: Records) -> str:
     head = texts["head"].format(
         records=ours if records.of_project else "this folder", intervals=len(findings)
     )
-    figure = f"![{texts['figure']}]({FIGURE})" if records.rows[FIGURE_STUDY] else ""
+    when = when_table(records)
+    figure = f"![{texts['figure']}]({FIGURE})" if when else ""
     parts = [head, texts["rehearsal"] if records.rehearsal else "", texts["cost"], scoreboard(records, True)]
-    parts += [texts["open"], scoreboard(records, False), figure]
+    parts += [texts["open"], scoreboard(records, False)]
+    parts += [texts["when"], figure, when] if when else []
     parts += [texts["mechanism"], mechanism_table(records)] if len(records.arms(MIXTURE)) > 1 else []
     parts += [texts["stacks"], stacks_table(records)] if records.rows[STACKS] else []
-    parts += [texts["tokens"], tokens_table(records)] if records.rows[SCENES[0]] else []
     parts += [texts["gates"], gates_table(records)]
     parts += [texts["searches"], searches_table(records), texts["arms"]]
     parts += [f"## {name}\n\n{arms_table(records, name)}" for name, rows in records.rows.items() if rows]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
-
-
-def draw(records: Records, file: Path) -> None:
-    """Plot scores of FIGURE_STUDY against steps and FLOPs, with the baselines' as horizontal lines."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    figure, all_axes = plt.subplots(1, len(PANELS), figsize=(12.6, 3.6), layout="constrained")
-    for axes, (key, title, x) in zip(all_axes, PANELS, strict=True):
-        for i, arm in enumerate(records.arms(FIGURE_STUDY)):
-            seeds = records.curve(FIGURE_STUDY, arm, key).values()
-            curves = [{point[0]: point for point in points} for points in seeds]
-            steps = sorted(set.intersection(*map(set, curves))) if curves else []  # best checkpoints differ
-            costs = [step if x == "steps" else curves[0][step][1] / 1e3 for step in steps]
-            scores = [[curve[step][2] for curve in curves] for step in steps]
-            axes.plot(costs, [mean(values) for values in scores], ".-", color=f"C{i}", label=arm)
-            bounds = [min(values) for values in scores], [max(values) for values in scores]
-            axes.fill_between(costs, *bounds, color=f"C{i}", alpha=0.2, linewidth=0)
-        for name, row in baselines_of(records, FIGURE_STUDY).items():
-            level = score_of(row, key)
-            if level and level > ROUNDING and key != "memorised" and name != "class means":
-                axes.axhline(level, color="0.4", linewidth=1, linestyle="--" if name in REAL else ":")
-                text = {"transform": axes.get_yaxis_transform(), "fontsize": 7, "va": "bottom"}
-                axes.text(0.01, level, name, color="0.3", **text)
-        axes.set(title=title, xlabel=x, xscale="log", yscale="linear" if key == "memorised" else "log")
-        for axis in (axes.xaxis, axes.yaxis):
-            if axis.get_scale() == "log":
-                axis.set(major_locator=LogLocator(subs=(1, 2, 3, 5, 7)), minor_formatter=NullFormatter())
-            axis.set_major_formatter("{x:g}")
-        axes.tick_params(labelsize=7)
-        axes.spines[["top", "right"]].set_visible(False)
-    all_axes[0].legend(frameon=False, fontsize=8)
-    with atomic_write(file) as partial:
-        figure.savefig(partial, dpi=130, format="png")
-    plt.close(figure)
 
 
 def main() -> None:
@@ -490,8 +442,7 @@ def main() -> None:
     records, out = (Records(folder), folder) if folder else (Records(), PROJECT)
     (out / "assets").mkdir(exist_ok=True)
     write_text(out / "CLAIMS.md", page(records))
-    if records.rows[FIGURE_STUDY]:
-        draw(records, out / FIGURE)
+    draw(records, out / FIGURE)
     print(scoreboard(records, False))
     print(f"written: {out / 'CLAIMS.md'}")
 

@@ -10,11 +10,13 @@ import numpy as np
 from benchmarks import results
 from benchmarks.results import read_environment, read_results
 from reports.effects import Effect, effect_of
+from study.baselines import SAME_DATA
 from study.twins import LOSS, STUDIES, UNGUIDED
 
 OURS = (Path(__file__).parent / "results", results.RESULTS)
 # Studies that exist only as records: an earlier program trained their arms (commits in the records).
 EARLIER = ("digits", "mixture", "glyphs", "depth", "width", "tokens", "backbones", "full", "lora")
+REAL = ("real held-out", "real training")  # baselines of real images
 EXCESS = "excess"  # weighted squared distance to the optimal denoiser
 # Scores that are compared as a ratio. The others are fractions and are compared as a difference.
 DISTANCES = ("fd_pixel_held_out", "fd_classifier_held_out", "fd_cells_held_out")
@@ -113,6 +115,10 @@ class Records:
         by_step = {seed: {step: score for step, _, score in points} for seed, points in curve.items()}
         return {seed: scores[lowest[seed]] for seed, scores in by_step.items() if lowest.get(seed) in scores}
 
+    def baselines_of(self, study: str) -> Mapping[str, Mapping[str, str]]:
+        """Return the rows of a study's baselines, by name."""
+        return self.baselines.get(SAME_DATA.get(study, study), {})
+
     def is_mixture(self, study: str) -> bool:
         """True if the optimal denoiser of the study's data is known."""
         return any(score_of(row, EXCESS) is not None for row in self.rows[study])
@@ -141,6 +147,13 @@ class Records:
         """Return the short commits of the rows of some arms."""
         rows = [row for arm in arms for row in self.rows[study] if row["arm"] == arm]
         return tuple(dict.fromkeys(row["commit"][:7] for row in rows))
+
+
+def twins_of(records: Records, study: str) -> list[tuple[str, str]]:
+    """Return the pairs of a routed and a dense arm that differ in routes alone."""
+    arms = records.arms(study)
+    pairs = ((arm, arm.replace("routed", "dense", 1)) for arm in arms if arm.startswith("routed"))
+    return [pair for pair in pairs if pair[1] in arms]
 
 
 def score_of(row: Mapping[str, str], key: str) -> float | None:

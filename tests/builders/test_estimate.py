@@ -8,7 +8,6 @@ import pytest
 
 from builders import estimate
 from builders.estimate import Estimate, free_disk, free_memory
-from builders.evaluators import drawing_flops
 from builders.schemas import TrainConfig
 from builders.summary import check_resources, duration
 from runtime.launch import ALONE, Launch
@@ -16,16 +15,6 @@ from tests.runs import tiny_run, tiny_trainer
 from training.checkpoint import latest_checkpoint
 
 GIB = 2**30
-
-
-def test_sampling_is_part_of_the_time(tmp_path):
-    options = ("sampler.num_steps=200", "train.sample_every=1", "train.total_steps=1")
-    trainer, run = tiny_trainer(tmp_path / "run", *options)
-    run.unlock()
-    # Ten images, two evaluations a step but in the last.
-    of_image = 399 * trainer.net.flops([trainer.net.num_tokens]).forward
-    assert drawing_flops(trainer.evaluators) == 10 * of_image
-    assert drawing_flops([]) == 0
 
 
 def test_the_banner_says_what_will_happen(tmp_path, capsys):

@@ -87,14 +87,10 @@ def test_the_block_outside_autocast_counts_at_its_own_rate(size, none, tf32, fp3
     for slowdown, expected in ((1.0, none), (989 / 495, tf32), (989 / 67, fp32)):
         cost = cost_of(parity, fp32_slowdown=slowdown)
         assert cost.predicted_speedup == pytest.approx(expected, abs=0.01)
-        assert cost.predicted_speedup <= cost.ceiling
-        extra = (slowdown - 1) * cost.fp32_training_flops / cost.dense_training_flops
-        assert 1 / cost.ceiling == pytest.approx(1 / cost_of(plain).ceiling + extra)
         assert cost_of(plain, fp32_slowdown=slowdown).predicted_speedup == pytest.approx(none, abs=0.01)
         for nothing_bypasses in ({"ratios": [0.0]}, {"mask_coverage": 1.0}):
             cost = cost_of(parity, **nothing_bypasses, fp32_slowdown=slowdown)
             assert cost.predicted_speedup == 1
-    assert cost_of(parity, mask_coverage=1.0, fp32_slowdown=9.0).ceiling == 1
 
 
 @pytest.mark.parametrize(("fp32", "checkpointing"), [(False, False), (True, False), (True, True)])
@@ -120,9 +116,7 @@ def test_masks_and_short_windows_lower_the_speedup():
     masked, full = cost_of(long, mask_coverage=0.6), cost_of(long, mask_coverage=1.0)
     speedups = [cost_of(long, ratios=[ratio]).predicted_speedup for ratio in (0.0, 0.5, 0.75)]
     assert speedups == sorted(set(speedups)) and speedups[0] == 1
-    assert 1 < cost_of(short).predicted_speedup < speedups[1] < cost_of(long).ceiling
-    assert cost_of(short).ceiling < cost_of(long).ceiling
+    assert 1 < cost_of(short).predicted_speedup < speedups[1]
     assert 1 < masked.predicted_speedup < speedups[1]
-    assert masked.predicted_speedup < masked.ceiling < cost_of(long).ceiling
-    assert masked.ceiling == cost_of(long, mask_coverage=154 / 256).ceiling  # 153.6 tokens
-    assert full.predicted_speedup == full.ceiling == 1
+    assert masked == cost_of(long, mask_coverage=154 / 256)  # 153.6 tokens
+    assert full.predicted_speedup == 1

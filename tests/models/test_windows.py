@@ -120,7 +120,6 @@ def test_separate_halves_save_half_of_the_attention_of_the_window():
     forward = {window: value.routed_forward_flops for window, value in cost.items()}
     assert forward["separate"] == forward["context"] - saved + 3 * modulation
     assert forward["bypass"] < forward["separate"]
-    assert cost["separate"].ceiling == cost["separate"].predicted_speedup, "half is the cheapest"
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from benchmarks.results import Record
 from reports.effects import effect_of, seeds_to_decide
 from runtime.provenance import environment
 from study import claims
-from study.baselines import TASKS
+from study.baselines import SAME_DATA, TASKS
 from study.claims import OPPOSITE, SEEN, UNDECIDED, UNTESTABLE, Bound, Comparison
+from study.figure import change_at_equal_cost, draw
 from study.records import EARLIER, EXCESS, Records, compare, holm, interpolate
 from study.twins import LOSS, STUDIES
 from tests.programs import ROOT
@@ -269,7 +270,7 @@ def test_the_worst_dense_arm_decides_the_gates_of_samples(folder, header):
 def test_every_study_has_baselines_of_its_data():
     """Studies of the same data share them."""
     for name, study in STUDIES.items():
-        baselines = TASKS[claims.SAME_DATA.get(name, name)]
+        baselines = TASKS[SAME_DATA.get(name, name)]
         assert f"data={study.data}" in baselines
         assert {key for key in study.task if key.startswith(("data.", "diffusion"))} <= {*baselines}
 
@@ -363,11 +364,11 @@ def test_a_change_is_compared_with_the_one_of_another_study(tmp_path, header):
         if study == "scenes-64":
             assert effect is None, "one of the two has no records"
     assert effect.value == pytest.approx(math.log(0.5 / 0.8), abs=1e-4) and effect.low < effect.value
-    lines = claims.tokens_table(Records(tmp_path)).splitlines()
-    first, _, _, _, last, _ = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
-    assert first[:4] == ["64", "prefix", "3", "0.25x"] and first[6] == ""
-    assert last[:3] == ["1024", "prefix", "3"] and last[4].startswith("-50.0 %")
-    assert last[6] == effect.format(True)
+    lines = claims.when_table(Records(tmp_path)).splitlines()
+    first, last = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    assert first[:5] == ["scenes-64", "prefix", "500", "3", "0.25x"] and first[7] == ""
+    assert last[:4] == ["scenes-1024", "prefix", "500", "3"] and last[5].startswith("-50.0 %")
+    assert last[7] == effect.format(True)
     Record("baselines", tmp_path, header).add("scenes-1024", [{"baseline": "class means", LOSS: 0.5}])
     (finding,) = Comparison(pair, {"scenes-1024": LOSS}, at="gflop", than="scenes-64").findings(
         Records(tmp_path)
@@ -395,14 +396,25 @@ def test_arms_of_the_mixture_are_compared_with_the_dense_one(folder, header):
     assert separate["sharpening"].startswith("+10.0 points") and "accuracy" not in header
 
 
-def test_the_figure_is_drawn(folder, header):
-    record = Record("twins_digits-200", folder, header)
-    scores = {LOSS: 0.5, "memorised": 0.1, "fd_pixel_held_out": 0.2}
-    for arm in PAIR:
-        rows = [row(arm, seed, step, step, **scores) for seed in range(2) for step in (1, 2 + seed, 4)]
-        record.add(arm, rows)
-    claims.draw(Records(folder), folder / "twins.png")
-    assert (folder / "twins.png").read_bytes().startswith(b"\x89PNG")
+def test_the_figure_is_drawn(folder, tmp_path):
+    """Dense networks have had 100 steps when routed ones have had 200."""
+    changes = change_at_equal_cost(Records(folder), "mixture-64", EXCESS, PAIR)
+    assert changes.keys() == {0, 1, 2} and changes[0].keys() == {200}
+    assert changes[0][200] == pytest.approx(0.1 / 0.4 - 1)
+    file = tmp_path / "twins.png"
+    draw(Records(folder), file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "empty").mkdir()
+    draw(Records(tmp_path / "empty"), tmp_path / "empty/twins.png")
+    assert not (tmp_path / "empty/twins.png").exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "RESULTS.md"])
+def test_every_interval_of_a_page_is_on_the_page_of_claims(name):
+    """Such as "-10.2 % [-13.3, -7.0]"."""
+    claimed, text = (" ".join((ROOT / file).read_text().split()) for file in ("CLAIMS.md", name))
+    effects = re.findall(r"[-+]?[\d.]+ (?:%|points) \[[^\]]+\]", text)
+    assert effects and not [effect for effect in effects if effect not in claimed]
 
 
 def test_every_claim_names_existing_arms_and_scores():
