@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from benchmarks.results import Record
+from benchmarks.results import Record, read_results
 from reports.effects import effect_of, seeds_to_decide
 from runtime.provenance import environment
 from study import claims
@@ -415,6 +415,21 @@ def test_every_interval_of_a_page_is_on_the_page_of_claims(name):
     claimed, text = (" ".join((ROOT / file).read_text().split()) for file in ("CLAIMS.md", name))
     effects = re.findall(r"[-+]?[\d.]+ (?:%|points) \[[^\]]+\]", text)
     assert effects and not [effect for effect in effects if effect not in claimed]
+
+
+def test_the_hours_of_the_next_runs_follow_from_measured_steps():
+    """Three seeds of a dense and a routed run of 400,000 steps of 256 images, on one H200."""
+    (file,) = (ROOT / "benchmarks/results").glob("gpu_step_NVIDIA-H200_*.csv")
+    sec = {(row["setting"], row["step"]): 256 / float(row["images_per_sec"]) for row in read_results(file)}
+    page = " ".join((ROOT / "RESULTS.md").read_text().split())
+    for setting, text in (
+        ("XL/2", "seeds of XL/2: {}"),
+        ("256 tokens", "B/2, three seeds: {}"),
+        ("1024 tokens", "of B/2 at 512 pixels: {}"),
+    ):
+        hours = 3 * 400_000 * (sec[setting, "dense"] + sec[setting, "routed"]) / 3600
+        (printed,) = re.findall(text.format(r"(\d+)"), page)
+        assert abs(int(printed) - hours) < 1
 
 
 def test_every_claim_names_existing_arms_and_scores():
