@@ -25,7 +25,7 @@ from runtime.files import write_text
 from runtime.provenance import PROJECT
 from study.figure import draw
 from study.records import DISTANCES, EXCESS, REAL, Records, compare, holm, is_ratio, score_of, twins_of
-from study.twins import LOSS, METHODS, STUDIES, TWINS, UNGUIDED, search_losses
+from study.twins import LOSS, METHODS, STUDIES, TWINS, UNGUIDED, search_losses, searches_by_rate
 
 SEEN, OPPOSITE, UNDECIDED, UNTESTABLE = "seen", "opposite seen", "undecided", "not testable here"
 MIXED = "mixed"
@@ -36,7 +36,6 @@ SCORES = (LOSS, EXCESS, "sharpening", "train_loss", "memorised", "accuracy", "pe
 ROUNDING = 1e-9  # distances of a set to itself
 FIGURE = "assets/twins.png"
 STACKS, MIXTURE = "stacks-256", "mixture-64"
-SCENES = ("scenes-64", "scenes-256", "scenes-1024")
 
 
 class Finding(NamedTuple):
@@ -282,7 +281,7 @@ def searches_table(records: Records) -> str:
         for arm in dict.fromkeys(row["arm"] for row in searches):
             losses = search_losses(searches, arm)
             best = min(losses, key=losses.get)
-            n = len({row["seed"] for row in searches if row["arm"] == arm})
+            n = min(map(len, searches_by_rate(searches, arm).values()))
             cells = {f"{lr:g}": f"**{v:.4f}**" if lr == best else f"{v:.4f}" for lr, v in losses.items()}
             rows.append({"task": study, "arm": arm, "n": n, **cells})
     rates = sorted({key for row in rows for key in row} - {"task", "arm", "n"}, key=float)
@@ -363,14 +362,12 @@ def when_table(records: Records) -> str:
     """Return a table of routed against dense networks: for each study, at equal steps and at equal FLOPs."""
     rows = []
     for study in (name for name in STUDIES if records.rows[name]):
-        columns = {"equal steps": {}, "equal FLOPs": {"at": "gflop"}}
-        if study in SCENES[1:]:
-            columns["equal FLOPs, minus the change at 64 tokens"] = {"at": "gflop", "than": SCENES[0]}
-        key = EXCESS if study == MIXTURE else LOSS
-        effects = {name: (key, options) for name, options in columns.items()}
+        key = EXCESS if records.is_mixture(study) else LOSS
+        columns = {"equal steps": "end", "equal FLOPs": "gflop", "FLOPs to the same loss": "score"}
+        effects = {name: (key, at) for name, at in columns.items()}
         for twins in twins_of(records, study)[: 1 if study == STACKS else None]:
-            row = {"task": study, "captions": twins[0].partition(", ")[2]}
-            row |= {"steps": f"{STUDIES[study].steps:,}"}
+            steps = int(records.rows_of(study, twins[0])[-1]["step"])
+            row = {"task": study, "captions": twins[0].partition(", ")[2], "steps": f"{steps:,}"}
             rows.append(row | effects_row(records, study, twins, effects))
     return effects_table(rows)
 
@@ -378,9 +375,10 @@ def when_table(records: Records) -> str:
 def mechanism_table(records: Records) -> str:
     """Return a table of the arms of the mixture against the dense one."""
     keys = dict.fromkeys(key for row in records.rows[MIXTURE] for key in row if key.startswith(f"{EXCESS}/"))
-    columns = {"excess": (EXCESS, {}), "excess, equal FLOPs": (EXCESS, {"at": "gflop"})}
-    columns |= {key.removeprefix(f"{EXCESS}/"): (key, {}) for key in keys}
-    columns |= {key: (key, {}) for key in ("sharpening", "perplexity")}
+    columns = {"excess": (EXCESS, "end"), "excess, equal FLOPs": (EXCESS, "gflop")}
+    columns |= {"FLOPs to the same excess": (EXCESS, "score")}
+    columns |= {key.removeprefix(f"{EXCESS}/"): (key, "end") for key in keys}
+    columns |= {key: (key, "end") for key in ("sharpening", "perplexity")}
     arms = [arm for arm in records.arms(MIXTURE) if arm != "dense"]
     return effects_table(
         [{"arm": arm} | effects_row(records, MIXTURE, (arm, "dense"), columns) for arm in arms]
@@ -388,19 +386,19 @@ def mechanism_table(records: Records) -> str:
 
 
 def effects_row(
-    records: Records, study: str, arms: Sequence[str], columns: Mapping[str, tuple[str, Mapping[str, Any]]]
+    records: Records, study: str, arms: Sequence[str], columns: Mapping[str, tuple[str, str]]
 ) -> dict[str, Any]:
     """Compare two arms: n, the ratio of the FLOPs of their steps, and an effect for each column.
 
     Args:
-        columns: name -> score and options of `compare`.
+        columns: name -> score, and `at` of `compare`.
     """
-    curves = [records.curve(study, arm, EXCESS if study == MIXTURE else LOSS) for arm in arms]
+    curves = [records.curve(study, arm, EXCESS if records.is_mixture(study) else LOSS) for arm in arms]
     steps = [[p[1] / p[0] for points in curve.values() for p in points] for curve in curves]
     row: dict[str, Any] = {"n": ""}
     row |= {"FLOPs of a step": f"{max(steps[0]) / max(steps[1]):.2f}x"} if all(steps) else {}
-    for column, (key, options) in columns.items():
-        if effect := compare(records, study, key, arms, **options):
+    for column, (key, at) in columns.items():
+        if effect := compare(records, study, key, arms, at):
             row |= {column: effect.format(is_ratio(key)), "n": row["n"] or effect.n}
     return row
 
@@ -414,11 +412,10 @@ def effects_table(rows: Rows) -> str:
 def page(records: Records) -> str:
     """Return the text of CLAIMS.md."""
     texts, claims = read_page()
-    findings = [f for claim in claims for f in judge(claim.tests, records)[1] if f.effect]
+    effects = [f.effect for claim in claims for f in judge(claim.tests, records)[1] if f.effect]
+    intervals = sum(math.isfinite(effect.high) for effect in effects)
     ours = "`study/results/` and `benchmarks/results/`"
-    head = texts["head"].format(
-        records=ours if records.of_project else "this folder", intervals=len(findings)
-    )
+    head = texts["head"].format(records=ours if records.of_project else "this folder", intervals=intervals)
     when = when_table(records)
     figure = f"![{texts['figure']}]({FIGURE})" if when else ""
     parts = [head, texts["rehearsal"] if records.rehearsal else "", texts["cost"], scoreboard(records, True)]
@@ -441,8 +438,9 @@ def main() -> None:
         parser.error(f"{folder} is not a folder with records")
     records, out = (Records(folder), folder) if folder else (Records(), PROJECT)
     (out / "assets").mkdir(exist_ok=True)
-    write_text(out / "CLAIMS.md", page(records))
-    draw(records, out / FIGURE)
+    text = page(records)
+    write_text(out / "CLAIMS.md", text)
+    draw(records, out / FIGURE, text)
     print(scoreboard(records, False))
     print(f"written: {out / 'CLAIMS.md'}")
 

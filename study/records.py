@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
@@ -23,6 +24,7 @@ DISTANCES = ("fd_pixel_held_out", "fd_classifier_held_out", "fd_cells_held_out")
 DISTANCES += ("fd_pixel", "fd_classifier", "fd_cells")
 RATIOS = (EXCESS, LOSS, "perplexity", "train_loss", *DISTANCES, "val_loss_dense")
 EVALUATION = ("arm", "seed", "step", "guidance", "noise")
+ROUNDING = 1e-3  # of costs that count as equal
 MAX_GAP = 1.5  # largest ratio between the costs of two evaluations to interpolate, because curves are bent
 Point = tuple[int, float, float]  # step, gflop, score
 Scores = dict[int, float]  # seed -> score
@@ -188,11 +190,12 @@ def compare(
     Args:
         arms: two; or four, for the change from the second to the first minus the one from the fourth to the
             third.
-        at: `end` or `best` (see `Records.scores`), or `gflop`: at equal cost.
+        at: `end` or `best` (see `Records.scores`); `gflop`: at equal cost; `score`: the cost instead of the
+            score, at equal scores (see `costs_of_equal_scores`).
         guidance: of the first and of the second arm of each two.
         than: another study, whose change is subtracted.
 
-    At equal cost, and if one arm is compared with itself under other guidance, scores are paired by seed.
+    At equal cost or scores, and if one arm is compared with itself under other guidance, seeds are paired.
     """
     groups, signs = changes_of(records, study, key, arms, at, guidance)
     if than is not None:
@@ -213,6 +216,9 @@ def changes_of(
 ) -> tuple[list[list[float]], tuple[int, ...]]:
     """Return groups of scores and their signs, see `compare`: one group of changes if scores are paired."""
     signs = (1, -1, -1, 1)[: len(arms)]
+    if at == "score":
+        changes = [*costs_of_equal_scores(records, study, key, arms).values()]
+        return (changes[-1:], (1,)) if changes else ([], ())
     if at == "gflop":
         scores = at_equal_cost(records, study, key, arms)
     else:
@@ -242,12 +248,43 @@ def at_equal_cost(records: Records, study: str, key: str, arms: Sequence[str]) -
 def interpolate(points: Sequence[tuple[float, float]], cost: float, key: str) -> float | None:
     """Interpolate a score at a cost, linearly in logarithms; None if no evaluations are near enough."""
     costs, scores = (np.array(values) for values in zip(*points, strict=True))
-    if not costs[0] <= cost <= costs[-1] * (1 + 1e-4):
+    if not costs[0] * (1 - ROUNDING) <= cost <= costs[-1] * (1 + ROUNDING):
         return None
-    cost = min(cost, float(costs[-1]))
+    cost = float(np.clip(cost, costs[0], costs[-1]))
     after = int(np.searchsorted(costs, cost))
     if costs[after] != cost and costs[after] > MAX_GAP * costs[after - 1]:
         return None
     if not is_ratio(key):
         return float(np.interp(math.log(cost), np.log(costs), scores))
     return math.exp(np.interp(math.log(cost), np.log(costs), np.log(scores)))
+
+
+def costs_of_equal_scores(
+    records: Records, study: str, key: str, arms: Sequence[str]
+) -> dict[int, list[float]]:
+    """Return log(cost of the first arm / cost of the second) at equal scores, for each seed.
+
+    The keys are steps of the first arm, whose score the second arm reaches at another step. Steps without all
+    seeds, and steps that do not lower the score further, are left out.
+    """
+    first, second = (records.curve(study, arm, key) for arm in arms)
+    seeds, changes = sorted(first.keys() & second.keys()), {}
+    for seed in seeds:
+        best = math.inf
+        for step, gflop, score in first[seed]:
+            if score < best and (cost := cost_to_reach(second[seed], score)):
+                changes.setdefault(step, []).append(math.log(gflop / cost))
+            best = min(best, score)
+    return {step: values for step, values in sorted(changes.items()) if len(values) == len(seeds)}
+
+
+def cost_to_reach(points: Sequence[Point], score: float) -> float | None:
+    """Interpolate the cost at which a curve first falls to a score, linearly in logarithms.
+
+    None: it does not, or the evaluations around it are too far apart.
+    """
+    for (_, before, higher), (_, after, lower) in pairwise(points):
+        if lower <= score < higher:
+            share = math.log(higher / score) / math.log(higher / lower)
+            return before * (after / before) ** share if after <= MAX_GAP * before else None
+    return None

@@ -452,12 +452,26 @@ def searches_of(rows: Sequence[Mapping[str, Any]], arm: str) -> Rows:
     return [row for row in rows if (row.get("arm"), row.get("part")) == (arm, "search") and row.get(LOSS)]
 
 
-def search_losses(rows: Sequence[Mapping[str, Any]], arm: str) -> dict[float, float]:
-    """Return the mean held-out loss of each learning rate in an arm's search; inf if it diverged."""
-    losses: dict[float, list[float]] = {}
+def searches_by_rate(rows: Sequence[Mapping[str, Any]], arm: str) -> dict[float, dict[str, float]]:
+    """Return {learning rate: {seed: held-out loss}} of an arm's search."""
+    by_rate: dict[float, dict[str, float]] = {}
     for row in searches_of(rows, arm):
-        losses.setdefault(float(row["lr"]), []).append(float(row[LOSS]))
-    return {lr: value if math.isfinite(value := mean(v)) else math.inf for lr, v in sorted(losses.items())}
+        by_rate.setdefault(float(row["lr"]), {})[str(row["seed"])] = float(row[LOSS])
+    return dict(sorted(by_rate.items()))
+
+
+def search_losses(rows: Sequence[Mapping[str, Any]], arm: str) -> dict[float, float]:
+    """Return the mean held-out loss of each learning rate in an arm's search, over the seeds that all rates
+    share (if there are any); inf if a training diverged.
+    """
+    by_rate = searches_by_rate(rows, arm)
+    shared = set.intersection(*map(set, by_rate.values())) if by_rate else set()
+    return {
+        lr: mean(losses[seed] for seed in shared or losses)
+        if math.isfinite(sum(losses.values()))
+        else math.inf
+        for lr, losses in by_rate.items()
+    }
 
 
 def best_lr(rows: Sequence[Mapping[str, Any]], arm: str) -> float:

@@ -8,16 +8,25 @@ from statistics import mean
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy import stats
 
 from benchmarks.results import Record, read_results
 from reports.effects import effect_of, seeds_to_decide
 from runtime.provenance import environment
-from study import claims
+from study import claims, figure
 from study.baselines import SAME_DATA, TASKS
 from study.claims import OPPOSITE, SEEN, UNDECIDED, UNTESTABLE, Bound, Comparison
-from study.figure import change_at_equal_cost, draw
-from study.records import EARLIER, EXCESS, Records, compare, holm, interpolate
+from study.records import (
+    EARLIER,
+    EXCESS,
+    Records,
+    compare,
+    cost_to_reach,
+    costs_of_equal_scores,
+    holm,
+    interpolate,
+)
 from study.twins import LOSS, STUDIES
 from tests.programs import ROOT
 
@@ -366,9 +375,8 @@ def test_a_change_is_compared_with_the_one_of_another_study(tmp_path, header):
     assert effect.value == pytest.approx(math.log(0.5 / 0.8), abs=1e-4) and effect.low < effect.value
     lines = claims.when_table(Records(tmp_path)).splitlines()
     first, last = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
-    assert first[:5] == ["scenes-64", "prefix", "500", "3", "0.25x"] and first[7] == ""
-    assert last[:4] == ["scenes-1024", "prefix", "500", "3"] and last[5].startswith("-50.0 %")
-    assert last[7] == effect.format(True)
+    assert first[:5] == ["scenes-64", "prefix", "200", "3", "0.25x"]
+    assert last[:4] == ["scenes-1024", "prefix", "200", "3"] and last[5].startswith("-50.0 %")
     Record("baselines", tmp_path, header).add("scenes-1024", [{"baseline": "class means", LOSS: 0.5}])
     (finding,) = Comparison(pair, {"scenes-1024": LOSS}, at="gflop", than="scenes-64").findings(
         Records(tmp_path)
@@ -396,16 +404,37 @@ def test_arms_of_the_mixture_are_compared_with_the_dense_one(folder, header):
     assert separate["sharpening"].startswith("+10.0 points") and "accuracy" not in header
 
 
-def test_the_figure_is_drawn(folder, tmp_path):
-    """Dense networks have had 100 steps when routed ones have had 200."""
-    changes = change_at_equal_cost(Records(folder), "mixture-64", EXCESS, PAIR)
-    assert changes.keys() == {0, 1, 2} and changes[0].keys() == {200}
-    assert changes[0][200] == pytest.approx(0.1 / 0.4 - 1)
-    file = tmp_path / "twins.png"
-    draw(Records(folder), file)
-    assert file.read_bytes().startswith(b"\x89PNG")
+def test_the_costs_of_equal_scores_are_compared(folder):
+    """A dense step costs 2, a routed one 1. Dense networks have the first routed score after 150 steps."""
+    records = Records(folder)
+    costs = costs_of_equal_scores(records, "mixture-64", EXCESS, PAIR)
+    assert costs == {
+        100: [pytest.approx(math.log(100 / 300))] * 3,
+        150: [pytest.approx(math.log(150 / 400))] * 3,
+    }
+    effect = compare(records, "mixture-64", EXCESS, PAIR, "score")
+    assert (effect.n, effect.value) == (3, pytest.approx(math.log(150 / 400))), "dense ones never have 0.1"
+    curve = [(1, 100.0, 0.8), (2, 140.0, 0.4), (3, 200.0, 0.5), (4, 280.0, 0.1), (5, 900.0, 0.01)]
+    assert cost_to_reach(curve, 0.4) == pytest.approx(140), "first reached"
+    assert cost_to_reach(curve, 0.2) == pytest.approx(200 * 1.4 ** (math.log(2.5) / math.log(5)))
+    assert [cost_to_reach(curve, score) for score in (0.9, 0.02, 0.001)] == [None] * 3
+
+
+def test_the_figure_shows_costs_and_scores(folder, tmp_path, monkeypatch):
+    plotted, plot = {}, figure._plot
+
+    def record(axes, x, y, label, color):
+        plotted[label] = (x, y)
+        plot(axes, x, y, label, color)
+
+    monkeypatch.setattr(figure, "_plot", record)
+    figure.draw(Records(folder), tmp_path / "twins.png", "page")
+    steps, ratios = plotted["mixture-64 (n = 3)"]
+    assert steps == [100, 150] and ratios[1] == pytest.approx([150 / 400] * 3)
+    tflops, scores = plotted["dense (n = 3)"]
+    assert tflops == [0.2, 0.3, 0.4] and scores[2] == pytest.approx([0.198, 0.2, 0.202])
     (tmp_path / "empty").mkdir()
-    draw(Records(tmp_path / "empty"), tmp_path / "empty/twins.png")
+    figure.draw(Records(tmp_path / "empty"), tmp_path / "empty/twins.png", "page")
     assert not (tmp_path / "empty/twins.png").exists()
 
 
@@ -443,8 +472,11 @@ def test_every_claim_names_existing_arms_and_scores():
             assert test.findings(records)
 
 
-def test_the_page_is_what_the_program_writes():
-    assert (ROOT / "CLAIMS.md").read_text() == claims.page(Records())
+def test_the_page_and_its_figure_are_what_the_program_writes():
+    text = (ROOT / "CLAIMS.md").read_text()
+    assert text == claims.page(Records())
+    with Image.open(ROOT / claims.FIGURE) as picture:
+        assert picture.info["Comment"] == figure.page_hash(text), "run `python -m study.claims`"
 
 
 # Three rows, recomputed from the files without the code under test

@@ -76,7 +76,9 @@ def test_a_rate_is_chosen_by_its_mean_over_seeds():
     """With one seed a wrong rate was chosen once, and an effect followed from it."""
     rows = [searched("dense", lr, 100, loss) for lr, loss in ((0.002, 0.2), (0.004, 0.3))]
     assert twins.best_lr(rows, "dense") == 0.002
-    rows += [searched("dense", lr, 101, loss) for lr, loss in ((0.002, 0.5), (0.004, 0.3))]
+    rows += [searched("dense", 0.002, 101, 0.5)]
+    assert twins.best_lr(rows, "dense") == 0.002, "seeds of one rate are not compared with others"
+    rows += [searched("dense", 0.004, 101, 0.3)]
     assert twins.best_lr(rows, "dense") == 0.004
     rows += [searched("dense", 0.004, 102, math.nan)]
     assert twins.best_lr(rows, "dense") == 0.002, "a diverged training is not chosen"
@@ -171,6 +173,19 @@ def test_a_study_is_searched_trained_and_scored_and_not_done_again(tmp_path):
     file.rename(tmp_path / "twins_digits-200_Another_torch-2.15.0.csv")
     start(*command, "--arms", "routed")
     assert not file.exists()
+
+
+@pytest.mark.slow
+def test_samples_of_the_mixture_are_judged_by_its_density(tmp_path):
+    start(
+        "-m study.twins", str(tmp_path), "mixture-64", "--tiny", "--seeds=1", "--jobs=1", "--arms", "routed"
+    )
+    (file,) = tmp_path.glob("twins_mixture-64_*.csv")
+    judged = [row for row in read_results(file) if row["perplexity"]]
+    assert {(row["step"], row["guidance"]) for row in judged} == {
+        ("4", g) for g in ("none", "guidance=cfg guidance_scale=1.25")
+    }
+    assert all(float(row["perplexity"]) > 1 and float(row["gflop"]) > 0 for row in judged)
 
 
 @pytest.mark.slow
