@@ -90,17 +90,23 @@ def read_environment(file: Path) -> dict[str, str]:
     return {key: value for key, _, value in (line.partition(": ") for line in lines)}
 
 
-def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], everything: bool = False) -> str:
+def markdown(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, str],
+    everything: bool = False,
+    text: bool = False,
+) -> str:
     """Format rows, new or read from a record, as a Markdown table.
 
     Args:
         columns: key -> format. "{}" formats any value, other formats take a float.
         everything: True keeps empty columns.
+        text: True aligns columns on the left.
     """
     keys = [key for key in columns if everything or any(row.get(key) not in (None, "") for row in rows)]
     cells = [[_cell(row.get(key), columns[key]) for key in keys] for row in rows]
     lines = ["| " + " | ".join(line) + " |" for line in (keys, *cells)]
-    return "\n".join([lines[0], "|---|" + "--:|" * (len(keys) - 1), *lines[1:]])
+    return "\n".join([lines[0], "|---|" + ("---|" if text else "--:|") * (len(keys) - 1), *lines[1:]])
 
 
 def spread(seconds: Sequence[float]) -> dict[str, Any]:

@@ -258,7 +258,7 @@ def scoreboard(records: Records, about_cost: bool) -> str:
         rows.append(row | {"what would decide it at its own scale": claim.elsewhere})
     if not rows:
         return "These records test no claim."
-    return markdown(rows, dict.fromkeys(rows[0], "{}"), everything=True).replace("--:", "---")  # left-aligned
+    return markdown(rows, dict.fromkeys(rows[0], "{}"), everything=True, text=True)
 
 
 def gates_table(records: Records) -> str:
@@ -271,7 +271,7 @@ def gates_table(records: Records) -> str:
             row = {"task": study, "a, losses": failed_gates(records, study, LOSS)["a"]}
             row |= {"a, samples": of_samples["a"], "b": of_samples["b"], "c": of_samples["c"]}
             rows.append({k: v or "passed" for k, v in row.items()})
-    return markdown(rows, dict.fromkeys(rows[0], "{}")).replace("--:", "---") if rows else ""
+    return markdown(rows, dict.fromkeys(rows[0], "{}"), text=True) if rows else ""
 
 
 def searches_table(records: Records) -> str:
@@ -355,7 +355,7 @@ def stacks_table(records: Records) -> str:
         f"{label}, {arm}" for label in ("loss", "distance") for arm in ("dense", "routed", "routed - dense")
     ]
     order = ["method", "n", *columns, "loss, routed against dense, equal FLOPs"]
-    return markdown(rows, dict.fromkeys(order, "{}")).replace("--:", "---")
+    return markdown(rows, dict.fromkeys(order, "{}"), text=True)
 
 
 def when_table(records: Records) -> str:
@@ -406,7 +406,7 @@ def effects_row(
 def effects_table(rows: Rows) -> str:
     """Return a table of rows of effects, with left-aligned cells."""
     columns = dict.fromkeys(key for row in rows for key in row)
-    return markdown(rows, dict.fromkeys(columns, "{}")).replace("--:", "---")
+    return markdown(rows, dict.fromkeys(columns, "{}"), text=True)
 
 
 def page(records: Records) -> str:

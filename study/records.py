@@ -16,7 +16,7 @@ from study.twins import LOSS, STUDIES, UNGUIDED
 
 OURS = (Path(__file__).parent / "results", results.RESULTS)
 # Studies that exist only as records: an earlier program trained their arms (commits in the records).
-EARLIER = ("digits", "mixture", "glyphs", "depth", "width", "tokens", "backbones", "full", "lora")
+EARLIER = ("digits", "mixture", "glyphs", "depth", "width", "backbones", "full", "lora")
 REAL = ("real held-out", "real training")  # baselines of real images
 EXCESS = "excess"  # weighted squared distance to the optimal denoiser
 # Scores that are compared as a ratio. The others are fractions and are compared as a difference.
@@ -52,7 +52,7 @@ class Records:
     def __init__(self, *folders: Path):
         self.folders, self.of_project = folders or OURS, not folders
         self.rehearsal = False
-        recorded = {name: self._read(f"twins_{name}_*") for name in (*STUDIES, *EARLIER[:6])}
+        recorded = {name: self._read(f"twins_{name}_*") for name in (*STUDIES, *EARLIER[:5])}
         finetunes = [row for row in self._read("finetuning_twins_*") if row.get("fd_pixel")]
         recorded |= {kind: [row for row in finetunes if row["kind"] == kind] for kind in EARLIER[-2:]}
         backbones = [{**row, "part": "training", "step": row["steps"]} for row in self._read("arms_*")]

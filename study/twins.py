@@ -5,7 +5,7 @@
     python -m study.twins OUT digits-200 --arms routed --change model.mlp_ratio=3
                                                              a changed arm, in addition to the recorded ones
 
-For each arm, short trainings on separate seeds search the learning rate with the lowest held-out dense loss:
+For each arm, or another one whose rate it shares, short trainings on separate seeds search the learning rate with the lowest held-out dense loss:
 they double or halve the rate until the best one has a worse neighbour on both sides. Then train.py trains the
 seeds, and fid.py scores samples of chosen checkpoints. OUT gets the runs and a record of each study, written
 after every training. Arms in a record of another machine or torch version are not trained again. `--jobs`
@@ -379,7 +379,7 @@ class Work:
     def _score(self, run: Path, arm: str, seed: int, best: int) -> Rows:
         """Score samples of a training: `noises` sets at the best, the last and the equal-cost step, one set
         at quarters of the training, and one at the last step for each guidance scale. With `scored`, one set
-        at the last step, and one for each value of the sweep. No two trainings share noise.
+        at the last step, and one for each value of the sweep. The seeds of an arm do not share noise.
         """
         noises, samples = (1, 20) if self.request.tiny else (self.study.noises, self.study.num_samples)
         first_seed = seed * NUM_NOISES * samples

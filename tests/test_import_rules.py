@@ -226,7 +226,7 @@ def test_no_file_of_the_project_names_an_absolute_path():
 # Lines of each room, so that it stays readable. To raise a number, give the reason in a comment.
 BUDGET = {
     "programs": 269,
-    "benchmarks": 1610,  # bytes between processes
+    "benchmarks": 1615,  # tables of text; bytes between processes
     "builders": 2940,  # prompts; drawing, which was in diffusion before; sharing of weights; alignment
     "data": 3545,  # density; captions, words, scenes, tars; classes of autoencoders, features of patches
     "diffusion": 1770,  # internal guidance
