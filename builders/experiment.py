@@ -260,7 +260,7 @@ class Experiment:
         @cache
         def check_variance() -> None:
             latents, t = torch.zeros(1, *net.latent_shape, device="meta"), torch.tensor(precond.path.t_max)
-            precond.learned_variance(precond.predict(latents, t, net.null_labels(1)), latents)
+            precond.learned_variance(precond.predict(latents, t, net.null_labels(1))[0], latents)
 
         def denoise(x: torch.Tensor, t: torch.Tensor, *, with_variance: bool = False) -> Any:
             if with_variance:

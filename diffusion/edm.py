@@ -60,7 +60,7 @@ class OptimalPrecond(EDMPrecond):
         super().__init__(nn.Identity(), sigma_data)
         self.posterior_mean, self.path = posterior_mean, path
 
-    def predict_both(
+    def predict(
         self,
         x: Tensor,
         t: Tensor,

@@ -42,20 +42,10 @@ class Precond(nn.Module, ABC):
         *,
         routing: Any = None,
         generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Return F_x (N, C or 2C, H, W) for x (N, C, H, W) at time t, (N,) or 0-d."""
-        return self.predict_both(x, t, class_labels, routing=routing, generator=generator)[0]
-
-    def predict_both(
-        self,
-        x: Tensor,
-        t: Tensor,
-        class_labels: Tensor | None,
-        *,
-        routing: Any = None,
-        generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return F_x, and the prediction of the network's inner head, None if it has none; see `predict`."""
+        """Return F_x (N, C or 2C, H, W) for x (N, C, H, W) at time t, (N,) or 0-d, and the prediction of the
+        network's inner head (None if it has none).
+        """
         x = x.to(self.dtype)
         x_in, c_noise = self.inputs(x, _times(t, x))
         F_x = self.net(x_in, c_noise.flatten(), class_labels, routing=routing, generator=generator)
@@ -92,7 +82,8 @@ class Precond(nn.Module, ABC):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """Return D_x (N, C, H, W) in `dtype`; arguments as in `predict`."""
-        return self.denoised(self.predict(x, t, class_labels, routing=routing, generator=generator), x, t)
+        F_x, _ = self.predict(x, t, class_labels, routing=routing, generator=generator)
+        return self.denoised(F_x, x, t)
 
 
 PrecondT = TypeVar("PrecondT", bound=Precond)
@@ -153,7 +144,7 @@ class Loss(ABC, Generic[PrecondT]):
         t_ = t.view(-1, 1, 1, 1)
         # x_t = alpha(t) x_0 + sigma(t) eps
         x_t = precond.path.alpha(t_) * x + precond.path.sigma(t_) * eps
-        F_x, inner = precond.predict_both(x_t, t, class_labels, routing=routing, generator=generator)
+        F_x, inner = precond.predict(x_t, t, class_labels, routing=routing, generator=generator)
         error = self.error(precond, F_x, x_t, t_, x, eps)  # (N, C, H, W)
         if self.contrastive_weight and precond.training:
             # |u - u_i|^2 - lambda |u - u_j|^2.

@@ -131,7 +131,7 @@ class ExcessLoss(DenseLoss):
         alpha, sigma = path.alpha(t_), path.sigma(t_)
         x_t = alpha * latents.float() + sigma * eps
         best, any_class = (self.posterior_mean(x_t, alpha, sigma, classes) for classes in (labels, None))
-        F_x = denoiser.predicted(denoiser.predict(x_t, t, labels), x_t)
+        F_x = denoiser.predicted(denoiser.predict(x_t, t, labels)[0], x_t)
         # w |D - D*|^2: the loss whose target is D*, and the noise that leads from D* to x_t.
         error = self.loss_fn.error(denoiser, F_x, x_t, t_, best, (x_t - alpha * best) / sigma)
         off, g = denoiser.denoised(F_x, x_t, t) - best, best - any_class

@@ -5,11 +5,11 @@
     python -m study.twins OUT digits-200 --arms routed --change model.mlp_ratio=3
                                                              a changed arm, in addition to the recorded ones
 
-For each arm, or another one whose rate it shares, short trainings on separate seeds search the learning rate with the lowest held-out dense loss:
-they double or halve the rate until the best one has a worse neighbour on both sides. Then train.py trains the
-seeds, and fid.py scores samples of chosen checkpoints. OUT gets the runs and a record of each study, written
-after every training. Arms in a record of another machine or torch version are not trained again. `--jobs`
-trainings run at once, on the GPU if there is one. Rows that say `gpu` need one.
+For each arm, or the one whose rate it shares, short trainings on separate seeds search the learning rate with
+the lowest held-out dense loss: they double or halve the rate until the best one has a worse neighbour on both
+sides. Then train.py trains the seeds, and fid.py scores samples of chosen checkpoints. OUT gets the runs and
+a record of each study, written after every training. Arms in a record of another machine or torch version are
+not trained again. `--jobs` trainings run at once, on the GPU if there is one. Rows that say `gpu` need one.
 """
 
 import argparse

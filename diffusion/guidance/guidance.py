@@ -70,7 +70,7 @@ def _forward(branches: Sequence[Branch], x: Tensor, t: Tensor) -> tuple[Tensor, 
         noises = [b.routing.noise for b in branches if b.routing is not None and b.routing.noise is not None]
         noise = [torch.cat(parts) for parts in zip(*noises, strict=True)]
         routing = replace(routing, noise=noise)
-    return first.precond.predict_both(torch.cat([x] * n), t, labels, routing=routing)
+    return first.precond.predict(torch.cat([x] * n), t, labels, routing=routing)
 
 
 @dataclass(eq=False)

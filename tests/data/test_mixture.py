@@ -128,7 +128,7 @@ class VelocityPrecond(FlowPrecond):
         super().__init__(torch.nn.Identity())
         self.drawn, self.factor = drawn, factor
 
-    def predict_both(self, x, t, class_labels, *, routing=None, generator=None):
+    def predict(self, x, t, class_labels, *, routing=None, generator=None):
         t = t.view(-1, 1, 1, 1)
         best = self.drawn.posterior_mean(x, self.path.alpha(t), self.path.sigma(t), class_labels)
         return (x - self.factor * best) / t, None  # v = (x_t - x_0) / t

@@ -117,9 +117,9 @@ def test_the_loss_of_kept_tokens_is_over_pixels_that_every_route_kept(routes, ma
     """
     net, (x, _, labels) = small_dit(routes, class_dropout_prob=0.0).train(), small_batch(32)
     precond, drawn, seen, router = EDMPrecond(net), [], [], net.router
-    predict = precond.predict_both
+    predict = precond.predict
     net.router = lambda *args, **kwargs: drawn.append(router(*args, **kwargs)) or drawn[-1]
-    precond.predict_both = lambda x, t, *args, **kwargs: (
+    precond.predict = lambda x, t, *args, **kwargs: (
         seen.append((x, t, predict(x, t, *args, **kwargs))) or seen[-1][-1]
     )
     loss, mask = KeptTokensLoss(EDMLoss(), net, weight), torch.rand(32, 8, 8) if masked else None
