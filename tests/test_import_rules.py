@@ -229,15 +229,15 @@ BUDGET = {
     "benchmarks": 1615,  # tables of text; bytes between processes
     "builders": 2940,  # prompts; drawing, which was in diffusion before; sharing of weights; alignment
     "data": 3545,  # density; captions, words, scenes, tars; classes of autoencoders, features of patches
-    "diffusion": 1770,  # internal guidance
+    "diffusion": 1760,  # internal guidance
     "evaluation": 2665,  # scenes, CLIP score; encoders of timm, seven scores, intervals
     "examples": 461,  # a fine-tune that shares its weights
     "models": 1430,  # captions; two ablations of the window; projector, inner head, wide head
     "reports": 818,  # differences and the noise of retraining
     "routing": 2850,  # what pipelines pass; rows; types of routes and ratios
     "runtime": 2255,  # scenes, language models, prompts; 75 explain --help and misspelt options; nodes, parts
-    "study": 1925,  # a figure of when and why; density; longer trainings, a table of the scenes; baselines, gates, searches; encoder
-    "tests": 24965,
+    "study": 1975,  # costs of equal losses, a figure; density; baselines, gates, searches; encoder
+    "tests": 25010,
     "training": 2805,  # sharded weights and checkpoints, errors of one rank; alignment, averages of any width
 }
 MAX_CORE_LINES = 3000
