@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -57,7 +58,7 @@ def page_hash(page: str) -> str:
 def _draw_costs(axes: Any, records: Records, twins: dict[str, tuple[str, str]]) -> None:
     from matplotlib import colormaps
 
-    colors = iter(colormaps["Dark2"].colors)
+    colors = cycle(colormaps["Dark2"].colors)
     for study, arms in twins.items():
         key = EXCESS if records.is_mixture(study) else LOSS
         if changes := costs_of_equal_scores(records, study, key, arms):
