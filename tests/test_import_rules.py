@@ -230,7 +230,7 @@ BUDGET = {
     "builders": 2940,  # prompts; drawing, which was in diffusion before; sharing of weights; alignment
     "data": 3545,  # density; captions, words, scenes, tars; classes of autoencoders, features of patches
     "diffusion": 1760,  # internal guidance
-    "evaluation": 2665,  # scenes, CLIP score; encoders of timm, seven scores, intervals
+    "evaluation": 2545,  # scenes, CLIP score; encoders of timm, seven scores, intervals
     "examples": 461,  # a fine-tune that shares its weights
     "models": 1430,  # captions; two ablations of the window; projector, inner head, wide head
     "reports": 818,  # differences and the noise of retraining

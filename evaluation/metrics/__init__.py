@@ -8,8 +8,6 @@ import torch
 from evaluation.features import FeatureSet, Need
 from evaluation.statistics import AllFeatures
 
-Array = np.ndarray | torch.Tensor
-
 
 class Metric:
     """Base class of metrics, which compare the features of samples with a reference's features or statistics.
@@ -71,7 +69,11 @@ class FeatureMetric(Metric):
             size = min(self.max_images, *map(len, sets))
             # Every call chooses the same ones.
             sets = [x[np.sort(np.random.default_rng(0).permutation(len(x))[:size])] for x in sets]
-        tensors = (torch.as_tensor(x, device=self.device) for x in sets)
+        tensors = [torch.as_tensor(x, device=self.device) for x in sets]
+        for name, x in zip(("reference", "samples"), tensors, strict=True):
+            if x.ndim != 2 or not x.isfinite().all():
+                rule = "must be (number of images, number of features), and finite"
+                raise ValueError(f"features {tuple(x.shape)} of the {name} {rule}")
         values = self.compare(*tensors)
         if not isinstance(values, tuple) or len(values) != len(self.keys):
             rule = f"a tuple with a number for each of its keys ({', '.join(self.keys) or 'none'})"
@@ -81,21 +83,3 @@ class FeatureMetric(Metric):
     def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float, ...]:
         """Return the scores of features (M, F) for a reference (N, F), in the order of `keys`."""
         raise NotImplementedError
-
-
-def comparable(
-    reference_features: Array, sample_features: Array, at_least: int, device: torch.device | str | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Convert two sets of features to tensors; raise a ValueError if they cannot be compared."""
-    reference, samples = (torch.as_tensor(f, device=device) for f in (reference_features, sample_features))
-    if reference.ndim != 2 or samples.ndim != 2:
-        shapes = f"{tuple(reference.shape)} and {tuple(samples.shape)}"
-        raise ValueError(f"features {shapes} must be (number of images, number of features)")
-    if reference.shape[1] != samples.shape[1]:
-        raise ValueError(f"feature lengths {reference.shape[1]} and {samples.shape[1]} must be equal")
-    for name, features in (("reference", reference), ("sample", samples)):
-        if len(features) < at_least:
-            raise ValueError(f"{len(features)} {name} features are too few: at least {at_least} are needed")
-        if not features.isfinite().all():
-            raise ValueError(f"the {name} features must be finite")
-    return reference, samples

@@ -2,7 +2,7 @@
 
 import torch
 
-from evaluation.metrics import Array, FeatureMetric, comparable
+from evaluation.metrics import FeatureMetric
 from evaluation.metrics.neighbours import nearest
 
 
@@ -16,17 +16,7 @@ class Authenticity(FeatureMetric):
     higher_is_better = True
 
     def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float]:
-        return (authenticity(reference, samples),)
-
-
-def authenticity(reference_features: Array, sample_features: Array) -> float:
-    """Return the authenticity of samples (M, F) for a reference (N, F).
-
-    Raises:
-        ValueError: fewer than 2 features, different feature lengths, or features that are not finite.
-    """
-    reference, samples = comparable(reference_features, sample_features, at_least=2)
-    closest, to_reference = (values[:, 0] for values in nearest(samples, reference, 1))
-    # The nearest neighbour of a real image, after itself.
-    within = nearest(reference[closest], reference, 2)[1][:, 1]
-    return float((to_reference > within).double().mean())
+        closest, to_reference = (values[:, 0] for values in nearest(samples, reference, 1))
+        # The nearest neighbour of a real image, after itself.
+        within = nearest(reference[closest], reference, 2)[1][:, 1]
+        return (float((to_reference > within).double().mean()),)

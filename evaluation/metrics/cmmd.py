@@ -2,7 +2,7 @@
 
 import torch
 
-from evaluation.metrics import Array, FeatureMetric, comparable
+from evaluation.metrics import FeatureMetric
 from evaluation.metrics.neighbours import distances
 
 SIGMA, SCALE = 10.0, 1000.0
@@ -14,21 +14,9 @@ class Cmmd(FeatureMetric):
     keys = ("cmmd",)
 
     def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float]:
-        return (cmmd(reference, samples),)
-
-
-def cmmd(reference_features: Array, sample_features: Array) -> float:
-    """Return the CMMD of two sets of features (N, F) and (M, F), which are scaled to unit length.
-
-    Raises:
-        ValueError: no features, different feature lengths, or features that are not finite.
-    """
-    x, y = (
-        torch.nn.functional.normalize(features.double(), dim=1)
-        for features in comparable(reference_features, sample_features, at_least=1)
-    )
-    # MMD^2 = E k(x, x') + E k(y, y') - 2 E k(x, y), pairs of an image with itself included
-    return SCALE * (_mean_kernel(x, x) + _mean_kernel(y, y) - 2 * _mean_kernel(x, y))
+        x, y = (torch.nn.functional.normalize(part.double(), dim=1) for part in (reference, samples))
+        # MMD^2 = E k(x, x') + E k(y, y') - 2 E k(x, y), pairs of an image with itself included
+        return (SCALE * (_mean_kernel(x, x) + _mean_kernel(y, y) - 2 * _mean_kernel(x, y)),)
 
 
 def _mean_kernel(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -2,7 +2,7 @@
 
 import torch
 
-from evaluation.metrics import Array, FeatureMetric, comparable
+from evaluation.metrics import FeatureMetric
 from evaluation.metrics.neighbours import distances, nearest
 from runtime.errors import check_positive
 
@@ -24,26 +24,16 @@ class DensityCoverage(FeatureMetric):
 
     def __init__(self, features: str, k: int = 5, max_images: int | None = None):
         super().__init__(features, max_images)
+        check_positive("evaluation.metrics: k", k)
         self.k, self.min_images = k, k + 1
 
     def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float, float]:
-        return density_coverage(reference, samples, self.k)
-
-
-def density_coverage(reference_features: Array, sample_features: Array, k: int = 5) -> tuple[float, float]:
-    """Return density and coverage of samples (M, F) for a reference (N, F).
-
-    Raises:
-        ValueError: k < 1, a set has at most k members, feature lengths differ, or a feature is not finite.
-    """
-    check_positive("k", k)
-    reference, samples = comparable(reference_features, sample_features, at_least=k + 1)
-    radii = nearest(reference, reference, k + 1)[1][:, k]  # the first neighbour is the image itself
-    radii = radii * (1 - ROUNDING)  # the border is outside, as it is for copies of real images
-    num_inside, is_covered = 0, torch.zeros_like(radii, dtype=torch.bool)
-    for block in distances(samples, reference):
-        inside = block < radii  # (rows, N)
-        num_inside += int(inside.sum())
-        is_covered |= inside.any(dim=0)
-    # density = sum_j sum_i 1[|y_j - x_i| < r_i] / (k M)
-    return num_inside / (k * len(samples)), float(is_covered.double().mean())
+        radii = nearest(reference, reference, self.k + 1)[1][:, self.k]  # the first is the image itself
+        radii = radii * (1 - ROUNDING)  # the border is outside, as it is for copies of real images
+        num_inside, is_covered = 0, torch.zeros_like(radii, dtype=torch.bool)
+        for block in distances(samples, reference):
+            inside = block < radii  # (rows, N)
+            num_inside += int(inside.sum())
+            is_covered |= inside.any(dim=0)
+        # density = sum_j sum_i 1[|y_j - x_i| < r_i] / (k M)
+        return num_inside / (self.k * len(samples)), float(is_covered.double().mean())

@@ -4,8 +4,10 @@ import numpy as np
 import torch
 
 from evaluation.features import FeatureSet
-from evaluation.metrics import Array, Metric
+from evaluation.metrics import Metric
 from evaluation.statistics import FeatureStatistics
+
+Array = np.ndarray | torch.Tensor
 
 
 class FrechetDistance(Metric):

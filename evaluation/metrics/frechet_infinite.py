@@ -3,7 +3,7 @@
 import numpy as np
 
 from evaluation.features import FeatureSet
-from evaluation.metrics import Array, Metric
+from evaluation.metrics import Metric
 from evaluation.metrics.frechet import frechet_distance
 from evaluation.statistics import AllFeatures, FeatureStatistics
 
@@ -12,6 +12,9 @@ NUM_SIZES, MIN_SIZE = 15, 5000
 
 class InfiniteFrechetDistance(Metric):
     """The Frechet distance at 15 sample counts, extrapolated along a line in 1 / count.
+
+    The counts go from 5,000, or a tenth of all samples if that is less, to all; the samples of each are drawn
+    without replacement.
 
     Args:
         key: name of the score.
@@ -30,25 +33,13 @@ class InfiniteFrechetDistance(Metric):
 
     def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
         theirs = reference[FeatureStatistics, self.features]
-        distance = infinite_frechet_distance(
-            theirs.mean, theirs.covariance, samples[AllFeatures, self.features].features
-        )
-        return {self.keys[0]: distance}
-
-
-def infinite_frechet_distance(mean: Array, covariance: Array, features: Array) -> float:
-    """Return the Frechet distance of samples (M, F) to a Gaussian, extrapolated to infinite M.
-
-    The counts go from 5,000, or a tenth of M if that is less, to M; the samples of each are drawn without
-    replacement.
-    """
-    features, rng = np.asarray(features), np.random.default_rng(0)
-    counts = np.linspace(max(2, min(MIN_SIZE, len(features) // 10)), len(features), NUM_SIZES).astype(int)
-    values = []
-    for count in counts:
-        part = features[rng.choice(len(features), count, replace=False)]
-        statistics = FeatureStatistics(features.shape[1]).update(part)
-        values.append(frechet_distance(statistics.mean, statistics.covariance, mean, covariance))
-    # FD(M) = FD_inf + c / M
-    _, intercept = np.polyfit(1 / counts, values, 1)
-    return float(intercept)
+        features, rng = np.asarray(samples[AllFeatures, self.features].features), np.random.default_rng(0)
+        counts = np.linspace(max(2, min(MIN_SIZE, len(features) // 10)), len(features), NUM_SIZES).astype(int)
+        values = []
+        for count in counts:
+            part = features[rng.choice(len(features), count, replace=False)]
+            ours = FeatureStatistics(features.shape[1]).update(part)
+            values.append(frechet_distance(ours.mean, ours.covariance, theirs.mean, theirs.covariance))
+        # FD(M) = FD_inf + c / M
+        _, intercept = np.polyfit(1 / counts, values, 1)
+        return {self.keys[0]: float(intercept)}

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from evaluation.features import FeatureSet
-from evaluation.metrics import Array, Metric
+from evaluation.metrics import Metric
 
 SPLIT_SIZE = 5000  # images in a split
 
@@ -56,13 +56,3 @@ class SplitScores:
         entropies = torch.special.xlogy(marginals, marginals).sum(dim=1, keepdim=True)
         divergences = negative_entropy / count - entropies
         return float(divergences.exp().mean())
-
-
-def inception_score(probs: Array, split_size: int = 5000) -> float:
-    """Return the mean over contiguous splits, in the given order, of exp(E KL(p(y|x) || p(y))).
-
-    Args:
-        probs: (N, classes) probabilities; a short last split counts like the others.
-    """
-    probs = torch.as_tensor(probs)
-    return SplitScores(probs.shape[1], probs.device, len(probs), split_size).update(probs, 0).score()

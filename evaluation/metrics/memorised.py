@@ -2,7 +2,7 @@
 
 import torch
 
-from evaluation.metrics import FeatureMetric, comparable
+from evaluation.metrics import FeatureMetric
 from evaluation.metrics.neighbours import nearest
 
 MAX_RATIO = 1 / 3  # of the distances to the nearest and the second nearest training image
@@ -18,8 +18,7 @@ class Memorised(FeatureMetric):
         self.max_ratio = MAX_RATIO
 
     def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float]:
-        theirs, ours = comparable(reference, samples, at_least=2)
-        first, second = nearest(ours, theirs, 2)[1].unbind(dim=1)
+        first, second = nearest(samples, reference, 2)[1].unbind(dim=1)
         # |x - x_1| < |x - x_2| / 3, and x = x_1 = x_2 counts too
         memorised = (first < self.max_ratio * second) | (first == 0)
         return (memorised.double().mean().item(),)

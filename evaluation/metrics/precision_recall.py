@@ -4,7 +4,7 @@ from math import isqrt
 
 import torch
 
-from evaluation.metrics import Array, FeatureMetric, comparable
+from evaluation.metrics import FeatureMetric
 from evaluation.precision import strict_fp32
 
 MAX_BLOCK = 10_000
@@ -14,9 +14,13 @@ BYTES_PER_DISTANCE = 20  # including the fp16 and fp32 copies and the sorted one
 class PrecisionRecall(FeatureMetric):
     """Improved precision and recall.
 
+    The ball of a reference image reaches to its k-th nearest neighbour among the reference images. Precision
+    is the share of samples inside any of these balls. Recall exchanges the two sets.
+
     Args:
         features: name of the detector's features.
-        exact: compute distances in fp32; the original rounds them to fp16.
+        exact: compute distances in fp32. The default rounds them to fp16 like the original, and uses fp32 for
+            a block in which a distance overflows.
         max_images: see FeatureMetric.
         prefix: of the names of the scores.
     """
@@ -37,48 +41,22 @@ class PrecisionRecall(FeatureMetric):
         self.min_images = k + 1
 
     def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float, float]:
-        return precision_recall(reference, samples, k=self.k, exact=self.exact)
-
-
-def precision_recall(
-    reference_features: Array,
-    sample_features: Array,
-    k: int = 3,
-    exact: bool = False,
-    device: torch.device | str | None = None,
-    block_size: int | None = None,
-) -> tuple[float, float]:
-    """Return improved precision and recall.
-
-    The ball of a reference image reaches to its k-th nearest neighbour among the reference images. Precision
-    is the share of samples inside any of these balls. Recall exchanges the two sets.
-
-    Args:
-        reference_features, sample_features: (N, F) and (M, F).
-        exact: compute distances in fp32. The default rounds them to fp16 like the original, and uses fp32 for
-            a block in which a distance overflows.
-        device: where to compute; None: where the features are.
-        block_size: rows and columns of distances in memory at a time; None: 10,000, or fewer if the GPU's
-            free memory is small.
-
-    Raises:
-        ValueError: a set has at most k members, feature lengths differ, or a feature is not finite.
-    """
-    reference, samples = comparable(reference_features, sample_features, at_least=k + 1, device=device)
-    block_size = block_size or _block_size(reference.device)
-    reference_radii, sample_radii = (_radii(f, k, exact, block_size) for f in (reference, samples))
-    covered_reference, covered_samples = (
-        torch.zeros(len(f), dtype=torch.bool, device=f.device) for f in (reference, samples)
-    )
-    # PARITY: rows are reference images, columns samples: fp16 rounds the two orders differently.
-    for i in range(0, len(reference), block_size):
-        rows = slice(i, i + block_size)
-        for j in range(0, len(samples), block_size):
-            columns = slice(j, j + block_size)
-            distances = _squared_distances(reference[rows], samples[columns], exact)
-            covered_samples[columns] |= (distances <= reference_radii[rows, None]).any(dim=0)
-            covered_reference[rows] |= (distances <= sample_radii[columns]).any(dim=1)
-    return float(covered_samples.double().mean()), float(covered_reference.double().mean())
+        block_size = _block_size(reference.device)
+        reference_radii, sample_radii = (
+            _radii(f, self.k, self.exact, block_size) for f in (reference, samples)
+        )
+        covered_reference, covered_samples = (
+            torch.zeros(len(f), dtype=torch.bool, device=f.device) for f in (reference, samples)
+        )
+        # PARITY: rows are reference images, columns samples: fp16 rounds the two orders differently.
+        for i in range(0, len(reference), block_size):
+            rows = slice(i, i + block_size)
+            for j in range(0, len(samples), block_size):
+                columns = slice(j, j + block_size)
+                distances = _squared_distances(reference[rows], samples[columns], self.exact)
+                covered_samples[columns] |= (distances <= reference_radii[rows, None]).any(dim=0)
+                covered_reference[rows] |= (distances <= sample_radii[columns]).any(dim=1)
+        return float(covered_samples.double().mean()), float(covered_reference.double().mean())
 
 
 def _block_size(device: torch.device) -> int:

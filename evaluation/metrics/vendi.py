@@ -3,12 +3,14 @@
 import torch
 
 from evaluation.features import FeatureSet
-from evaluation.metrics import Array, Metric
+from evaluation.metrics import Metric
 from evaluation.statistics import AllFeatures
 
 
 class VendiScore(Metric):
     """The effective number of different samples; it uses no reference.
+
+    N orthogonal features have N, equal features 1.
 
     Args:
         features: name of the detector's features.
@@ -22,25 +24,14 @@ class VendiScore(Metric):
         self.features, self.needs = features, ((AllFeatures, features),)
 
     def __call__(self, reference: FeatureSet, samples: FeatureSet) -> dict[str, float]:
-        return {"vendi": vendi_score(samples[AllFeatures, self.features].features)}
-
-
-def vendi_score(features: Array) -> float:
-    """Return the exponential of the entropy of the eigenvalues of X X^T / N, for unit rows X (N, F).
-
-    N orthogonal features have N, equal features 1.
-
-    Raises:
-        ValueError: a feature is zero or not finite.
-    """
-    x = torch.as_tensor(features).double()
-    norms = x.norm(dim=-1, keepdim=True)
-    if x.ndim != 2 or not len(x) or not (norms.isfinite().all() and norms.min() > 0):
-        rule = "(number of images, number of features), finite, and not zero"
-        raise ValueError(f"features {tuple(x.shape)} of the Vendi score must be {rule}")
-    x = x / norms
-    # X X^T and X^T X have the same eigenvalues, except zeros.
-    gram = x @ x.T if len(x) < x.shape[1] else x.T @ x
-    values = torch.linalg.eigvalsh(gram / len(x)).clamp(min=0)
-    # exp(-sum v log v)
-    return float((-torch.special.xlogy(values, values).sum()).exp())
+        x = torch.as_tensor(samples[AllFeatures, self.features].features).double()
+        norms = x.norm(dim=-1, keepdim=True)
+        if x.ndim != 2 or not len(x) or not (norms.isfinite().all() and norms.min() > 0):
+            rule = "(number of images, number of features), finite, and not zero"
+            raise ValueError(f"features {tuple(x.shape)} of the Vendi score must be {rule}")
+        x = x / norms  # (N, F)
+        # X X^T and X^T X have the same eigenvalues, except zeros.
+        gram = x @ x.T if len(x) < x.shape[1] else x.T @ x
+        values = torch.linalg.eigvalsh(gram / len(x)).clamp(min=0)  # of X X^T / N
+        # exp(-sum v log v)
+        return {"vendi": float((-torch.special.xlogy(values, values).sum()).exp())}

@@ -251,11 +251,7 @@ def test_the_cost_of_an_image_counts_every_forward():
     "make, message",
     [
         (lambda: CFG(2.0, guidance_interval=[2.0, 1.0]), "guidance_interval=.* must be two noise levels"),
-        (lambda: CFG(2.0, schedule="up"), "guidance.schedule=up"),
-        (lambda: CFG(2.0, num_channels=0), "guidance.num_channels=0"),
         (lambda: AutoGuidance(weak_checkpoint="5"), "guidance.weak_checkpoint=5 needs guidance.weak_run"),
-        (lambda: SparseGuidance(weak_ratio=1.0), "guidance.weak_ratio=1.0"),
-        (lambda: SparseGuidance(masks="new"), "guidance.masks=new"),
         (lambda: SparseGuidance(2.0)(Branch(DENSE, LABELS)), "needs a network with routes"),
         (lambda: PathDropGuidance(2.0)(Branch(DENSE, LABELS)), "path_drop needs a network with routes"),
         (lambda: CFG(2.0)(Branch(UNCONDITIONAL, None)), "=2.0 must be 1 for an unconditional network"),

@@ -13,14 +13,12 @@ from data import NpzImages, open_images
 from evaluation import (
     FrechetDistance,
     InceptionDetector,
+    KernelDistance,
     PixelDetector,
     Reference,
     Suite,
-    inception_score,
-    kernel_distance,
     make_reference,
     open_reference,
-    precision_recall,
 )
 from evaluation.adm import with_count
 from evaluation.features import ArrayImages, add_up, extract
@@ -29,7 +27,7 @@ from evaluation.reference import Gaussian, evenly_spaced
 from evaluation.statistics import AllFeatures, FeatureStatistics
 from runtime.launch import ALONE, Launch
 from runtime.machine import start_process
-from tests.evaluation.test_metrics import plain_precision_recall
+from tests.evaluation.test_metrics import inception_score, plain_precision_recall, precision_recall
 from tests.inception import Projections, Remembering, adm_suite
 
 RNG = np.random.default_rng(0)
@@ -89,7 +87,7 @@ def test_scores_agree_with_the_definitions(weights, folder):
     assert values["is9"] == pytest.approx(np.exp(divergence), rel=1e-6)
     expected = plain_precision_recall(other["pool"].numpy(), one["pool"].numpy(), 3, 10_000)
     assert (values["precision9"], values["recall9"]) == pytest.approx(expected, abs=0.13)
-    expected = kernel_distance(other["pool"], one["pool"], subset_size=4)  # half of the smaller set
+    expected = KernelDistance(subset_size=4).compare(other["pool"], one["pool"])  # half of the smaller set
     assert (values["kid9"], values["kid_std9"]) == pytest.approx(expected, rel=1e-3, abs=1e-5)
     assert values.keys() == {"fid9", "sfid9", "is9", "precision9", "recall9", "kid9", "kid_std9"}
 
@@ -159,7 +157,7 @@ def test_precision_recall_and_kernel_distance_follow_the_protocol(folder):
         values = scores(folder, "images.npz", FEW, exact_distances=exact).values
         expected = precision_recall(reference, samples, k=3, exact=exact)
         assert (values["precision22"], values["recall22"]) == expected
-    expected = kernel_distance(reference, samples, subset_size=8, num_subsets=100, seed=0)
+    expected = KernelDistance(subset_size=8, num_subsets=100, seed=0).compare(reference, samples)
     assert (values["kid22"], values["kid_std22"]) == pytest.approx(expected, rel=1e-4)
     assert values["precision22"] != values["recall22"]
 

@@ -7,16 +7,15 @@ from scipy.linalg import sqrtm
 
 from evaluation import (
     FeatureStatistics,
+    KernelDistance,
     Memorised,
     PixelDetector,
     PrecisionRecall,
     frechet_distance,
-    inception_score,
-    kernel_distance,
-    precision_recall,
 )
 from evaluation.features import FeatureSet
 from evaluation.metrics.inception_score import SplitScores
+from evaluation.metrics.kernel import _squared_discrepancy
 from evaluation.metrics.precision_recall import _squared_distances
 from evaluation.statistics import AllFeatures
 
@@ -64,6 +63,14 @@ def test_frechet_distance_takes_tensors_and_refuses_other_shapes():
         frechet_distance(torch.zeros(3) / 0, identity, torch.zeros(3), identity)
 
 
+def inception_score(probs, split_size=5000, device="cpu"):
+    return SplitScores(probs.shape[1], device, len(probs), split_size).update(probs, 0).score()
+
+
+def precision_recall(reference, samples, k=3, exact=False, device="cpu"):
+    return PrecisionRecall(exact, k).compare(*(torch.as_tensor(x, device=device) for x in (reference, samples)))
+
+
 def test_inception_score_closed_forms():
     certain = np.eye(10)[np.arange(1000) % 10]
     assert inception_score(certain) == pytest.approx(10)
@@ -79,17 +86,6 @@ def test_precision_and_recall_of_extremes():
     assert precision_recall(x, x + 100) == (0.0, 0.0)
     # Distances that overflow fp16 are taken in fp32.
     assert precision_recall(x * 1e4, x * 1e4) == (1.0, 1.0)
-
-
-def test_features_that_cannot_be_compared_are_refused():
-    x = np.zeros((3, 2), np.float32)
-    with pytest.raises(ValueError, match="3 reference features are too few: at least 4"):
-        precision_recall(x, np.zeros((9, 2), np.float32))
-    with pytest.raises(ValueError, match="feature lengths 2 and 4"):
-        precision_recall(x, np.zeros((9, 4), np.float32))
-    for measure in (precision_recall, kernel_distance):
-        with pytest.raises(ValueError, match="the sample features must be finite"):
-            measure(np.ones((5, 2)), np.full((5, 2), np.nan))
 
 
 def plain_distances(a, b, exact=False):
@@ -135,18 +131,19 @@ def test_fp16_distances_round_in_the_order_of_the_original():
 
 @pytest.mark.parametrize("block_size", [64, 1000])
 @pytest.mark.parametrize("scale", [1, 12, 14])
-def test_half_precision_distances_agree_with_numpy(block_size, scale):
+def test_half_precision_distances_agree_with_numpy(block_size, scale, monkeypatch):
     """Integers: fp32 sums are exact. Scale 1 has many ties, at 12 fp16 rounds, at 14 blocks overflow."""
+    monkeypatch.setattr("evaluation.metrics.precision_recall.MAX_BLOCK", block_size)
     rng = np.random.default_rng(1)
     reference = np.rint(np.abs(rng.standard_normal((200, 160)) * scale)).astype(np.float32)
     samples = np.rint(np.abs(rng.standard_normal((300, 160)) * scale * 1.05)).astype(np.float32)
     samples[7] *= 2
     expected = plain_precision_recall(reference, samples, 3, block_size)
-    got = precision_recall(reference, samples, block_size=block_size)
+    got = precision_recall(reference, samples)
     assert got == pytest.approx(expected, abs=1e-12)
     assert 0 < got[0] < 1
     assert 0 < got[1] < 1
-    exact = precision_recall(reference, samples, exact=True, block_size=block_size)
+    exact = precision_recall(reference, samples, exact=True)
     assert exact == pytest.approx(plain_precision_recall(reference, samples, 3, block_size, exact=True))
     assert (got == exact) == (scale == 1)
 
@@ -178,25 +175,26 @@ def test_kernel_distance_agrees_with_the_library():
     )
     options = {"kid_subsets": 400, "kid_subset_size": 100, "verbose": False, "rng_seed": 0}
     theirs = kid_features_to_metric(reference, samples, **options)
-    mean, std = kernel_distance(reference, samples, subset_size=100, num_subsets=400)
+    mean, std = KernelDistance(subset_size=100, num_subsets=400).compare(reference, samples)
     assert mean == pytest.approx(theirs["kernel_inception_distance_mean"], rel=0.05)
     assert std == pytest.approx(theirs["kernel_inception_distance_std"], rel=0.2)
     # Compute the whole sets in plain loops, without the terms of a point with itself.
-    x, y = reference[:6].numpy(), samples[:6].numpy()
+    x, y = reference[:6], samples[:6]
     k = [[((a @ b) / 64 + 1) ** 3 for b in np.vstack([x, y])] for a in np.vstack([x, y])]
     within = sum(k[i][j] + k[6 + i][6 + j] for i in range(6) for j in range(6) if i != j) / 30
     across = sum(k[i][6 + j] for i in range(6) for j in range(6)) / 36
-    got = kernel_distance(x, y, subset_size=6, num_subsets=3)
-    assert got == pytest.approx((within - 2 * across, 0), abs=1e-12)
+    assert _squared_discrepancy(x, y) == pytest.approx(float(within - 2 * across), abs=1e-12)
 
 
 def test_the_seed_determines_the_subsets_of_a_kernel_distance():
     rng = np.random.default_rng(3)
-    reference, samples = rng.random((30, 8)), rng.random((20, 8))
-    one, again, other = (kernel_distance(reference, samples, 9, 5, seed) for seed in (0, 0, 1))
-    assert one == again != other
-    singles = [kernel_distance(reference, samples, 9, count)[0] for count in (1, 5)]
-    assert singles[0] != singles[1], "the subsets differ"
+    sets = [torch.from_numpy(rng.random((count, 8))) for count in (30, 20)]
+
+    def distance(num_subsets, seed):
+        return KernelDistance("kd", "x", 9, num_subsets, seed).compare(*sets)
+
+    assert distance(5, 0) == distance(5, 0) != distance(5, 1)
+    assert distance(1, 0)[0] != distance(5, 0)[0], "the subsets differ"
 
 
 def test_inception_score_agrees_with_numpy():
@@ -254,7 +252,7 @@ def test_statistics_and_scores_agree_between_gpu_and_cpu():
     torch.testing.assert_close(on_gpu.covariance.cpu(), on_cpu.covariance)
     probs = torch.from_numpy(rng.dirichlet(np.ones(6), 37))
     expected = inception_score(probs, split_size=10)
-    assert inception_score(probs.cuda(), split_size=10) == pytest.approx(expected)
+    assert inception_score(probs, split_size=10, device="cuda") == pytest.approx(expected)
 
 
 def features_of(array):

@@ -18,21 +18,16 @@ from evaluation import (
     LabelAccuracy,
     PrecisionRecall,
     VendiScore,
-    authenticity,
-    cmmd,
-    density_coverage,
     frechet_distance,
-    infinite_frechet_distance,
-    vendi_score,
 )
 from evaluation.detectors.encoders import EncoderDetector
 from evaluation.features import FeatureSet
 from evaluation.intervals import standard_errors
 from evaluation.metrics import FeatureMetric, neighbours
+from evaluation.reference import Gaussian
 from evaluation.statistics import AllFeatures, FeatureStatistics
 
 RNG = np.random.default_rng(0)
-NEIGHBOURS = (density_coverage, authenticity, cmmd)
 
 
 def features(n, size=6, shift=0.0, seed=0):
@@ -46,6 +41,18 @@ def feature_set(x, name="x", labels=None):
     return FeatureSet(found, labels=labels)
 
 
+def compare(metric, *sets):
+    return metric.compare(*(torch.as_tensor(features) for features in sets))
+
+
+def kept(x):
+    return FeatureSet({(AllFeatures, "x"): AllFeatures(x.shape[-1]).update(x, 0)})
+
+
+def vendi_score(x):
+    return VendiScore("x")(FeatureSet(), kept(x))["vendi"]
+
+
 @pytest.mark.parametrize("sizes", [(40, 30), (30, 1100)])
 def test_density_and_coverage_follow_their_definition(sizes, monkeypatch):
     monkeypatch.setattr(neighbours, "MAX_DISTANCES", 1000)  # several blocks of rows
@@ -54,21 +61,23 @@ def test_density_and_coverage_follow_their_definition(sizes, monkeypatch):
     radii = np.sort(within, axis=1)[:, 5]  # [0] is the image itself
     inside = between < radii[:, None]
     expected = inside.sum() / (5 * sizes[1]), inside.any(axis=1).mean()
-    assert density_coverage(real, fake) == pytest.approx(expected)
+    assert compare(DensityCoverage("x"), real, fake) == pytest.approx(expected)
     assert 0 < expected[1] < 1 or sizes[1] > sizes[0]
 
 
 def test_density_and_coverage_of_extremes():
     real = features(50)
-    density, coverage = density_coverage(real, real)
-    assert (density, coverage) == (1, 1)
-    assert density_coverage(real, real + 100) == (0, 0)
+    metric = DensityCoverage("x")
+    assert compare(metric, real, real) == (1, 1)
+    assert compare(metric, real, real + 100) == (0, 0)
     # One sample many times: it covers the balls around it alone.
-    _, coverage = density_coverage(real, real[:1].repeat(50, axis=0))
+    _, coverage = compare(metric, real, real[:1].repeat(50, axis=0))
     assert coverage == (cdist(real, real[:1])[:, 0] < np.sort(cdist(real, real), axis=1)[:, 5]).mean() < 0.5
     # On a line, with k = 1: the balls of 0, 1 and 3 have the radii 1, 1 and 2. A border is outside.
     line = np.array([[0.0], [1.0], [3.0]])
-    assert density_coverage(line, np.array([[1.5], [2.0]]), k=1) == (3 / 2, 2 / 3)
+    assert compare(DensityCoverage("x", k=1), line, np.array([[1.5], [2.0]])) == (3 / 2, 2 / 3)
+    with pytest.raises(ValueError, match=r"metrics: k=0 must be greater"):
+        DensityCoverage("x", k=0)
 
 
 def test_authenticity_follows_its_definition():
@@ -77,14 +86,16 @@ def test_authenticity_follows_its_definition():
     between, within = cdist(fake, real), cdist(real, real) + np.diag(np.full(60, np.inf))
     closest = between.argmin(axis=1)
     expected = (between.min(axis=1) > within.min(axis=1)[closest]).mean()
-    assert authenticity(real, fake) == pytest.approx(expected) and 0 < expected < 1
+    assert compare(Authenticity("x"), real, fake) == (pytest.approx(expected),)
+    assert 0 < expected < 1
 
 
 def test_copies_of_the_training_set_have_authenticity_0_and_new_images_about_a_half():
     real = features(300, 3) + 1e7  # far from 0, where |a|^2 - 2 a b + |b|^2 would round
-    assert authenticity(real, real) == 0
-    assert authenticity(np.concatenate([real, real]), real) == 0, "the training set has duplicates"
-    assert authenticity(real, features(300, 3, seed=1) + 1e7) == pytest.approx(0.5, abs=0.1)
+    metric = Authenticity("x")
+    assert compare(metric, real, real) == (0,)
+    assert compare(metric, np.concatenate([real, real]), real) == (0,), "the training set has duplicates"
+    assert compare(metric, real, features(300, 3, seed=1) + 1e7) == (pytest.approx(0.5, abs=0.1),)
 
 
 def test_cmmd_follows_its_definition(monkeypatch):
@@ -96,10 +107,11 @@ def test_cmmd_follows_its_definition(monkeypatch):
         return np.exp(-cdist(a, b, "sqeuclidean") / 200).mean()  # 2 * 10^2
 
     expected = 1000 * (kernel(unit_x, unit_x) + kernel(unit_y, unit_y) - 2 * kernel(unit_x, unit_y))
-    assert cmmd(x, y) == pytest.approx(expected, rel=1e-9) and expected > 0
-    assert cmmd(x, x) == pytest.approx(0, abs=1e-9)
+    assert compare(Cmmd("x"), x, y) == (pytest.approx(expected, rel=1e-9),) and expected > 0
+    assert compare(Cmmd("x"), x, x) == (pytest.approx(0, abs=1e-9),)
     # Opposite unit vectors: |a - b|^2 = 4
-    assert cmmd([[3.0, 0.0]], [[-0.5, 0.0]]) == pytest.approx(1000 * (2 - 2 * np.exp(-0.02)))
+    opposite = compare(Cmmd("x"), [[3.0, 0.0]], [[-0.5, 0.0]])
+    assert opposite == (pytest.approx(1000 * (2 - 2 * np.exp(-0.02))),)
 
 
 def test_the_vendi_score_of_orthogonal_and_equal_features():
@@ -112,8 +124,7 @@ def test_the_vendi_score_of_orthogonal_and_equal_features():
         values = np.linalg.eigvalsh(unit @ unit.T / len(x))
         values = values[values > 1e-12]
         assert vendi_score(x) == pytest.approx(np.exp(-(values * np.log(values)).sum()))
-    shapes = (np.ones(3), np.ones((0, 2)), np.ones((2, 2, 2)))
-    for wrong in (np.zeros((3, 2)), np.full((3, 2), np.nan), *shapes):
+    for wrong in (np.zeros((3, 2)), np.full((3, 2), np.nan), np.ones((0, 2)), np.ones((2, 2, 2))):
         with pytest.raises(
             ValueError, match=r"of the Vendi score must be \(number of images, number of feat"
         ):
@@ -122,12 +133,13 @@ def test_the_vendi_score_of_orthogonal_and_equal_features():
 
 def test_the_infinite_frechet_distance_removes_the_bias_of_few_samples():
     mean, covariance = np.zeros(20), np.eye(20)
+    gaussian = FeatureSet({(FeatureStatistics, "x"): Gaussian(mean, covariance)})
     exact = 20 * 0.1**2  # of the Gaussians
     samples = features(3000, 20, shift=0.1, seed=3)
     finite = frechet_distance(samples.mean(0), np.cov(samples.T), mean, covariance)
     small = samples[:300]
     at_300 = frechet_distance(small.mean(0), np.cov(small.T), mean, covariance)
-    got = infinite_frechet_distance(mean, covariance, samples)
+    got = InfiniteFrechetDistance("fd", "x")(gaussian, feature_set(samples))["fd"]
     assert abs(got - exact) < 0.05 < abs(at_300 - exact)
     assert abs(got - exact) < abs(finite - exact)
     # The published rule: 15 counts from min(5000, n / 10) to n, a line in 1 / count.
@@ -155,15 +167,12 @@ def test_the_frechet_ratio_is_the_mean_over_encoders():
     assert {*metric.needs} == {(FeatureStatistics, "a"), (FeatureStatistics, "b")}
 
 
-@pytest.mark.parametrize("measure", NEIGHBOURS)
-def test_features_that_cannot_be_compared_are_refused(measure):
-    with pytest.raises(ValueError, match="feature lengths 2 and 4"):
-        measure(np.ones((9, 2)), np.ones((9, 4)))
-    with pytest.raises(ValueError, match="the sample features must be finite"):
-        measure(np.ones((9, 2)), np.full((9, 2), np.nan))
-    for shape in ((9,), (9, 2, 2)):
-        with pytest.raises(ValueError, match=r"must be \(number of images, number of features\)"):
-            measure(np.ones(shape), np.ones(shape))
+def test_features_that_cannot_be_compared_are_refused():
+    good, metric = features(9), PrecisionRecall(features="x")
+    for wrong in (np.full((9, 6), np.nan), np.ones((9, 6, 2))):
+        for name, sets in (("reference", (wrong, good)), ("samples", (good, wrong))):
+            with pytest.raises(ValueError, match=rf"of the {name} must be \(.*, and finite"):
+                metric(*map(kept, sets))
 
 
 @pytest.mark.parametrize("values", [0.5, (0.5, 0.5), [0.5]])
@@ -237,7 +246,7 @@ def test_the_published_cmmd_of_three_images():
         images = open_images(folder)
         (part,) = images.batches(images.count, [0])
         sets.append(detector(part.images)["clip_336"])
-    assert cmmd(*sets) == pytest.approx(7.696, abs=0.05)
+    assert compare(Cmmd("x"), *sets) == (pytest.approx(7.696, abs=0.05),)
 
 
 def test_the_published_scores_of_cifar10():
@@ -248,4 +257,4 @@ def test_the_published_scores_of_cifar10():
     train, test = (torch.from_numpy(stored[name]).double() for name in ("train", "test"))
     moments = [x for part in (test, train) for x in (part.mean(0), torch.cov(part.T))]
     assert frechet_distance(*moments) == pytest.approx(862.53745, rel=1e-4)
-    assert density_coverage(train, test) == pytest.approx((0.97969, 0.94141), abs=1e-4)
+    assert DensityCoverage("x").compare(train, test) == pytest.approx((0.97969, 0.94141), abs=1e-4)

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.runs import compose, perturb
 from diffusion import CFG, Branch, edm_sampler
-from evaluation import FeatureStatistics, InceptionDetector, frechet_distance, precision_recall
+from evaluation import FeatureStatistics, InceptionDetector, PrecisionRecall, frechet_distance
 from evaluation.detectors.inception import NUM_POOL_FEATURES
 from evaluation.detectors.random_weights import write_random_weights
 from evaluation.precision import strict_fp32
@@ -179,7 +179,7 @@ def scores_of(reference, samples):
         for rows in part.split(64):
             statistics.update(rows)
         moments += [statistics.mean, statistics.covariance]
-    precision, recall = precision_recall(reference, samples)
+    precision, recall = PrecisionRecall().compare(reference, samples)
     return {"Frechet distance": frechet_distance(*moments), "precision": precision, "recall": recall}
 
 
