@@ -68,7 +68,7 @@ def inception_score(probs, split_size=5000, device="cpu"):
 
 
 def precision_recall(reference, samples, k=3, exact=False, device="cpu"):
-    return PrecisionRecall(exact, k).compare(*(torch.as_tensor(x, device=device) for x in (reference, samples)))
+    return PrecisionRecall(exact, k).compare(*(torch.as_tensor(x).to(device) for x in (reference, samples)))
 
 
 def test_inception_score_closed_forms():
