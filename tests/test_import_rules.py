@@ -226,7 +226,7 @@ def test_no_file_of_the_project_names_an_absolute_path():
 # Lines of each room, so that it stays readable. To raise a number, give the reason in a comment.
 BUDGET = {
     "programs": 269,
-    "benchmarks": 1615,  # tables of text; bytes between processes
+    "benchmarks": 1440,  # tables of text; bytes between processes
     "builders": 2940,  # prompts; drawing, which was in diffusion before; sharing of weights; alignment
     "data": 3545,  # density; captions, words, scenes, tars; classes of autoencoders, features of patches
     "diffusion": 1760,  # internal guidance
@@ -237,7 +237,7 @@ BUDGET = {
     "routing": 2850,  # what pipelines pass; rows; types of routes and ratios
     "runtime": 2255,  # scenes, language models, prompts; 75 explain --help and misspelt options; nodes, parts
     "study": 1975,  # costs of equal losses, a figure; density; baselines, gates, searches; encoder
-    "tests": 25010,
+    "tests": 24990,
     "training": 2805,  # sharded weights and checkpoints, errors of one rank; alignment, averages of any width
 }
 MAX_CORE_LINES = 3000
