@@ -3,6 +3,7 @@
 import io
 import re
 import shutil
+import signal
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -23,6 +24,7 @@ def explained_help() -> Iterator[None]:
         with redirect_stdout(printed):
             yield
     finally:  # Hydra exits
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without an error
         print(explain(printed.getvalue(), shutil.get_terminal_size((100, 24)).columns))
 
 

@@ -1,8 +1,12 @@
 """--help explains keys, and its lines fit into a terminal."""
 
+import subprocess
+import sys
+
 import pytest
 
 from runtime.help import explain
+from runtime.provenance import PROJECT
 from tests.programs import start
 
 TEXT = """Train.
@@ -40,6 +44,12 @@ def test_a_program_explains_its_keys(program, keys):
     for key in keys:
         (line,) = [line for line in lines if line.startswith(key)]
         assert len(line.partition("  # ")[2]) > 10
+
+
+def test_help_may_be_cut():
+    """`true` ends before the help is printed."""
+    command = f"{sys.executable} train.py --help | true"
+    assert not subprocess.run(command, shell=True, cwd=PROJECT, capture_output=True, check=True).stderr
 
 
 def test_long_groups_are_in_columns_and_targets_are_left_out():
