@@ -367,7 +367,7 @@ def when_table(records: Records) -> str:
         effects = {name: (key, at) for name, at in columns.items()}
         for twins in twins_of(records, study)[: 1 if study == STACKS else None]:
             steps = int(records.rows_of(study, twins[0])[-1]["step"])
-            row = {"task": study, "captions": twins[0].partition(", ")[2], "steps": f"{steps:,}"}
+            row = {"task": study, "variant": twins[0].partition(", ")[2], "steps": f"{steps:,}"}
             rows.append(row | effects_row(records, study, twins, effects))
     return effects_table(rows)
 
