@@ -76,9 +76,8 @@ def _short_hash(text: str) -> str:
 
 def _group_labels(overrides: Iterable[str], choices: Mapping[str, str]) -> Iterator[str]:
     recipes = [CONFIGS / group / f"{choices.get(group)}.yaml" for group in ("data", "experiment")]
-    defaults = {
-        key: choice for file in (CONFIGS / "config.yaml", *recipes) for key, choice in _defaults(file)
-    }
+    files = (CONFIGS / "config.yaml", *recipes)
+    defaults = {key: choice for file in files for key, choice in _defaults(file)}
     for group, _, choice in (override.partition("=") for override in overrides):
         if group in defaults and choice != defaults[group] and group not in (*NAMED_ALWAYS, *NAMED_OTHERWISE):
             yield f"{group.rpartition('/')[2]}-{choice}"

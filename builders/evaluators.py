@@ -39,7 +39,7 @@ def build_evaluators(
     settings, device, scored = experiment.train, launch.device, experiment.evaluation
     share = {"rank": launch.rank, "world_size": launch.world_size}
     # Without DDP and autocast.
-    denoiser, ema_denoiser = (experiment.precond(n) for n in (net, ema_net))
+    denoiser, ema_denoiser = experiment.precond(net), experiment.precond(ema_net)
     evaluators, model, encoder = [], None, None
     if settings.sample_every or scored:  # otherwise the encoder is not needed
         model, encoder = _image_model(experiment, dataset, launch, ema_denoiser)

@@ -51,8 +51,7 @@ def read_weights_file(file: Path, objective: str | None, latents: str | None = N
         written, manifest = (parse_json(header[name].encode()) for name in (CONFIG, MANIFEST))
         return _with_manifest(Experiment.of_written(written, str(file)), manifest)
     if objective is None:
-        rule = f"{file} does not contain it: {OBJECTIVES_OF_OTHERS}"
-        raise ValueError(f"objective must be given, {rule}")
+        raise ValueError(f"objective must be given, {file} does not contain it: {OBJECTIVES_OF_OTHERS}")
     check_choice("objective", objective, tuple(OBJECTIVES))
     weights = read_weights(file, shapes_only=True)
     described = None if latents is None else read_manifest(latents)
@@ -60,9 +59,8 @@ def read_weights_file(file: Path, objective: str | None, latents: str | None = N
     sizes |= classes_of(weights, None if described is None else described.num_classes)
     keys = [f"{key}={value}".lower() for key, value in sizes.items()]
     # A network of TREAD may have been trained with routes, which sparse guidance needs.
-    is_lightning = sizes["model/block"] == "lightning"
-    model = "tread" if objective in ("edm", "flow") or is_lightning else "dit"
-    model = "dit" if sizes["model.depth"] < MIN_ROUTED_DEPTH else model
+    may_route = objective in ("edm", "flow") or sizes["model/block"] == "lightning"
+    model = "tread" if may_route and sizes["model.depth"] >= MIN_ROUTED_DEPTH else "dit"
     model = "sprint" if sizes["model/block"] == "sprint" else model
     experiment = Experiment.compose([f"model={model}", "data=synthetic", *OBJECTIVES[objective], *keys])
     shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))

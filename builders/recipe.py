@@ -18,8 +18,7 @@ from training.run_folder import RunFolder
 
 LATENTS = "data.open_latents"
 NUM_TOKENS = 256
-# (smallest number of entries, (width, depth, heads)): tiny on a CPU; S, B and XL on a GPU.
-SIZES = {
+SIZES = {  # (smallest number of entries, (width, depth, heads)): tiny on a CPU; S, B and XL on a GPU
     "cpu": ((0, (128, 8, 4)),),
     "cuda": ((0, (384, 12, 6)), (100_000, (768, 12, 12)), (1_000_000, (1152, 28, 16))),
 }
@@ -40,8 +39,7 @@ def recipe(key: str, *, _root_: DictConfig) -> Any:
     run = RunFolder(_root_.output_dir)
     if run.has_results():
         run.check_complete()
-        saved = flatten(run.config())
-        if key in saved:
+        if key in (saved := flatten(run.config())):
             return saved[key]
     return CHOICES[key](_root_, read_manifest(_root_.data.path))
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 EDM_PRECOND, POST_HOC_EMA = "diffusion.EDMPrecond", "training.ema.PostHocEMA"
 COUNTS = {"data.num_entries", "data.num_components", "data.num_images", "evaluation.batch_size"}
 DRAWN_DATA = ("data.synthetic", "data.mixture")
-# Routed method -> its published option of model/routes.
-ROUTES = {"tread": "paper", "sprint": "sprint"}
+ROUTES = {"tread": "paper", "sprint": "sprint"}  # routed method -> its published option of model/routes
 METHODS = ("dit", *ROUTES)
 DECODINGS = ("rounded", "official")
 LABELS = ("random", "balanced")  # of samples

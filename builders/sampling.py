@@ -41,8 +41,7 @@ MAX_SLUG = 60  # letters of a prompt in the name of a file
 MAX_TOKENS = 2**16  # 4096x4096 pixels with an autoencoder of factor 8 and patches of 2
 GROUPS = ("sampler", "guidance")
 STD = re.compile(r"std(0?\.\d+)")  # a checkpoint of ema=post_hoc
-# The keys that change a sample.
-SETTINGS = (*(option.name for option in fields(DrawOptions)), "decoding", *GROUPS)
+SETTINGS = (*(option.name for option in fields(DrawOptions)), "decoding", *GROUPS)  # keys that change samples
 NAMED = {"num_steps": None, "guidance_scale": None}  # keys with a separate part in the name of a file
 
 
@@ -130,8 +129,7 @@ def _weights_of(run: Path, checkpoint: str | None, launch: Launch) -> Path:
     if match := STD.fullmatch(checkpoint or ""):
         find = partial(reconstruct, run, float(match[1]))
     # The first rank chooses: a run that still trains may save a new checkpoint at any time.
-    chosen = launch.broadcast_from_main(find)
-    return chosen / "ema.safetensors"
+    return launch.broadcast_from_main(find) / "ema.safetensors"
 
 
 def open_weights(path: Path, experiment: Experiment, weights: Path, launch: Launch) -> OpenedRun:
@@ -199,9 +197,8 @@ def open_model(
     sizes = {key: data[key] for key in ("input_size", "in_channels", "num_classes")}
     manifest.check_sizes(request.latents or str(run.path), sizes, data.get("text"))
     official = request.decoding == "official"
-    encoder_name = request.encoder or data.get("encoder")
     options = {"allow_other": request.allow_other_encoder, "official": official}
-    encoder = encoder_for(manifest, launch.device, encoder_name, **options)
+    encoder = encoder_for(manifest, launch.device, request.encoder or data.get("encoder"), **options)
     decode = image_decoder(manifest, encoder, official)
     condition: tuple[Any, ...] = (manifest.trained_classes, manifest.class_names)
     if experiment.takes_text:

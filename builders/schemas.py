@@ -16,8 +16,7 @@ POSITIVE_OR_NULL += ("max_time_sec",)
 PRECISIONS = ("auto", "no", "bf16")
 PARALLEL, REDUCE_DTYPES = ("ddp", "fsdp", "hsdp"), ("fp32", "bf16")
 SWITCH = ("auto", "true", "false")
-# Objectives of networks of other code, as options of train.py.
-OBJECTIVES = {
+OBJECTIVES = {  # of networks of other code, as options of train.py
     "edm": ("diffusion=edm",),
     "flow": ("diffusion=flow",),
     "sit": ("diffusion=flow", "diffusion.precond.from_noise=true"),

@@ -61,8 +61,7 @@ class ScoreConfig(SamplingConfig):
 
 
 SAMPLING_KEYS = {field.name for field in fields(SamplingConfig)} - {"num_samples"}
-# request -> the keys that apply, besides the keys of a suite, and the keys that must be given
-KEYS = {
+KEYS = {  # request -> the keys that apply, besides the keys of a suite, and the keys that must be given
     "scoring samples in files": ({"suite", "num_samples", "intervals"}, ("reference", "samples")),
     "scoring a network": ({"suite", "num_samples", "intervals", *SAMPLING_KEYS}, ("reference",)),
     "mode=reference": ({"resolution"}, ("images", "out")),
@@ -127,19 +126,17 @@ def check_request(request: ScoreConfig) -> tuple[ScoreConfig, Node, Experiment |
         raise ValueError(f"intervals={request.intervals} must be 0 or at least 2")
     for key in ("resolution", "num_samples", "detector_batch_size"):
         check_positive(key, getattr(request, key))
-    if request.out is not None:
-        suffix, out = ".npz" if request.mode == "reference" else ".json", Path(request.out)
-        if out.suffix != suffix:
-            raise ValueError(f"out={out} must end in {suffix}")
+    suffix = ".npz" if request.mode == "reference" else ".json"
+    if request.out is not None and Path(request.out).suffix != suffix:
+        raise ValueError(f"out={Path(request.out)} must end in {suffix}")
     samples = request.samples
     if samples and Path(samples).is_dir() and request.num_samples is None:
         rule = "is a folder, which may contain older images: give their number as num_samples=N"
         raise ValueError(f"samples={samples} {rule}")
     if not draws:
         return request, suite, None
-    request, experiment = read_request(
-        replace(request, num_samples=request.num_samples or suite.arguments["num_samples"])
-    )
+    num_samples = request.num_samples or suite.arguments["num_samples"]
+    request, experiment = read_request(replace(request, num_samples=num_samples))
     return request, suite, experiment
 
 
@@ -184,8 +181,7 @@ class FileSamples:
         """Return the class of each image (N,)."""
         labels = read_labels(self.path) if self.path.suffix == ".npz" else None
         if labels is None or labels.shape != (self.count,):
-            rule = "must be an .npz with a label (arr_1) for each image (arr_0)"
-            raise ValueError(f"{self.name} {rule}")
+            raise ValueError(f"{self.name} must be an .npz with a label (arr_1) for each image (arr_0)")
         return labels
 
     def cache(self, suite: Suite) -> PartCache | None:
@@ -225,9 +221,7 @@ class NetworkSamples:
         return labels
 
     def cache(self, suite: Suite) -> PartCache:
-        """Resolve the options of drawing; return the cache of features, or of images for a suite that takes
-        all images at once.
-        """
+        """Resolve the options; return the cache of features, or of images if the suite takes all at once."""
         key = cache_key(self._record, self._launch.device)
         key["detector"] = None if suite.batch_size is None else suite.detector_key()
         path = self._features / f"drawn-{digest_of(key)}"

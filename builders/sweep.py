@@ -13,8 +13,7 @@ from runtime.provenance import flatten
 
 TABLE = "sweep.md"
 # Settings that compared samples share.
-FIXED = ("objective", "num_samples", "first_seed", "labels", "class_label")
-FIXED += ("mixed_precision", "decoding")
+FIXED = ("objective", "num_samples", "first_seed", "labels", "class_label", "mixed_precision", "decoding")
 MAY_DIFFER = ("sampler", "guidance")
 
 

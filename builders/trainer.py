@@ -57,8 +57,7 @@ def check_files(experiment: Experiment, run: RunFolder) -> None:
         raise FileNotFoundError(f"alignment.weights={alignment.weights} {rule}")
     suite = experiment.evaluation.arguments if experiment.evaluation else {}
     for key in ("reference", "weights"):
-        file = suite.get(key)
-        if file is not None and not Path(str(file)).exists():
+        if (file := suite.get(key)) is not None and not Path(str(file)).exists():
             raise FileNotFoundError(f"evaluation.{key}={file} not found: see `python -m evaluation.fetch`")
 
 
@@ -173,9 +172,8 @@ def _attach_alignment(
 def _resolve(experiment: Experiment, run: RunFolder, launch: Launch) -> Resolved:
     """Resolve the open options on the first rank for all."""
     saved = run.manifest()["resolved"] if run.has_results() else {}
-    resolved = launch.broadcast_from_main(
-        partial(resolve_auto, experiment, saved, launch.device, launch.world_size)
-    )
+    resolve = partial(resolve_auto, experiment, saved, launch.device, launch.world_size)
+    resolved = launch.broadcast_from_main(resolve)
     if resolved.keep_freed_memory:
         keep_freed_memory()
     return resolved

@@ -45,7 +45,7 @@ class FlowLoss(Loss[FlowPrecond]):
     """Squared error of the velocity.
 
     Args:
-        distribution: of t: `uniform`; or `logit_normal`, t = sigmoid(n) with n ~ N(P_mean, P_std^2).
+        distribution: how t is drawn: `uniform`, or `logit_normal`: t = sigmoid(n), n ~ N(P_mean, P_std^2).
         shift: s > 1 moves the times towards noise, t -> s t / (1 + (s - 1) t). s = sqrt(m) suits latents with
             m times as many values. [SD3]
         contrastive_weight, inner_weight: see `diffusion.objective.Loss`.

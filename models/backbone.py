@@ -35,8 +35,7 @@ class Backbone(nn.Module):
         latent_shape: (C, H, W) of the input.
         num_classes: number of classes; label `num_classes` is the null class. 0: no classes.
         text: shape of the captions that the network takes instead of classes; None: classes.
-        class_dropout_prob: probability of the null class, or of the empty caption, in training; 0: it is not
-            trained.
+        class_dropout_prob: probability of the null class or empty caption in training; 0: it is not trained.
         num_tokens: T.
         routes: routes in layer order; (): none.
         blocks: the blocks that routes count.

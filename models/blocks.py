@@ -112,9 +112,7 @@ class ModernBlock(SprintBlock):
 
 
 class LightningBlock(DiTBlock):
-    """DiT block with RMSNorm with learned scales, packed SwiGLU, and rotary positions besides the table.
-    [LightningDiT]
-    """
+    """DiT block with learned RMSNorm, packed SwiGLU and rotary positions besides the table. [LightningDiT]"""
 
     positions = staticmethod(rotary_table)
     norm = final_norm = staticmethod(partial(nn.RMSNorm, eps=1e-6))

@@ -66,8 +66,7 @@ class DiT(Backbone):
         init: `adaln_zero`: every block starts as the identity and the output at zero [DiT]; `xavier`: the
             initialisation of the public TREAD code, which overwrites these zeros.
         block: class of the blocks, see `models/blocks.py`.
-        attention: attention backend; `auto` chooses by device and precision, see
-            `models.layers.Attention`.
+        attention: attention backend, see `models.layers.Attention`.
         num_prefix_tokens: number of learned tokens before the image tokens; they take part in attention and
             never bypass.
         routes: windows of blocks that some of the tokens bypass; (): a plain DiT.
@@ -171,13 +170,11 @@ class DiT(Backbone):
         out_channels = 2 * in_channels if learn_sigma else in_channels
         self.grid_size = input_size // patch_size
         self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, hidden_size)
-        self.num_tokens = self.x_embedder.num_patches
+        self.num_tokens = T = self.x_embedder.num_patches
         for route in self.routes:
             ratio = route.selection_ratio
-            if ratio and num_tokens_kept(self.num_tokens, ratio) == self.num_tokens:
-                raise ValueError(
-                    f"selection_ratio={ratio} lets none of {self.num_tokens} tokens bypass: raise it"
-                )
+            if ratio and num_tokens_kept(T, ratio) == T:
+                raise ValueError(f"selection_ratio={ratio} lets none of {T} tokens bypass: raise it")
         self.t_embedder = TimestepEmbedder(hidden_size)
         has_labels = num_classes and text is None
         self.y_embedder = LabelEmbedder(num_classes, hidden_size) if has_labels else None
@@ -202,11 +199,10 @@ class DiT(Backbone):
         if pos_embed is not None:
             added[:, num_prefix_tokens:] = pos_embed
         self.rejoins = nn.ModuleList(rejoin(added) for _ in self.routes)
-        self.hidden_size, width = hidden_size, head_width or hidden_size
-        latents, self.head = (input_size, patch_size, in_channels), None
+        self.hidden_size, width, self.head = hidden_size, head_width or hidden_size, None
         if head_width is not None:
             sizes = (hidden_size, head_width, head_depth, head_num_heads, mlp_ratio, attention)
-            self.head = WideHead(block, *sizes, *latents)
+            self.head = WideHead(block, *sizes, input_size, patch_size, in_channels)
         final = partial(FinalLayer, patch_size=patch_size, out_channels=out_channels)
         self.final_layer = final(block.final_norm(width), width)
         self.inner_layer = None if inner_head is None else final(block.final_norm(hidden_size), hidden_size)
@@ -284,9 +280,8 @@ class DiT(Backbone):
         c = t if self.y_embedder is None else t + self.y_embedder(labels).unsqueeze(1)  # (N, 1 or L, D)
         if self.pool_text and text is not None and bias is not None:
             c = t + mean_token(text, bias)  # (N, 1 or L, D)
-        table = self.positions  # (1, L, ...) or None
         caption: tuple[Any, ...] = () if bias is None else (bias,) if self.text_is_prefix else (bias, text)
-        dense_arguments = (c, table, *caption)  # what a block takes besides x
+        dense_arguments = (c, self.positions, *caption)  # what a block takes besides x
         arguments: tuple[Any, ...] = dense_arguments
         i, end_idx, ids_keep, original, skipping, after_route = 0, None, None, x, False, False
         other = None  # the second sequence of window=separate, and its positions

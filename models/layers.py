@@ -28,11 +28,7 @@ def resolve_attention(backend: str, device_type: str, dtype: torch.dtype) -> str
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    backend: str = "auto",
-    bias: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: str = "auto", bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return softmax(q k^T / sqrt(d) + bias) v for q, k, v (N, H, L, d); the bias broadcasts."""
     if resolve_attention(backend, v.device.type, v.dtype) == "sdpa":
@@ -59,7 +55,7 @@ class Attention(nn.Module):
         attention: `sdpa`: torch's fused kernel; `explicit`: two matrix products with a softmax in fp32
             between them; `auto`: chosen by device and precision, see `resolve_attention`.
         qk_norm: RMSNorm of queries and keys, with a learned scale for each channel of a head.
-        full_length: N; in shorter sequences each token's own logit is corrected. None: no correction.
+        full_length: T; in shorter sequences each token's own logit is corrected. None: no correction.
     """
 
     def __init__(
@@ -98,10 +94,10 @@ class Attention(nn.Module):
         return self.proj(x.transpose(1, 2).reshape(N, L, D))
 
     def _bias(self, length: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return the bias (L, L) that gives each token's own logit the weight that it has among N tokens."""
+        """Return the bias (L, L) that gives each token's own logit the weight that it has among T tokens."""
         if self.full_length is None or not 1 < length < self.full_length:
             return None
-        # log((K - 1) / (N - 1)) on the diagonal
+        # log((L - 1) / (T - 1)) on the diagonal
         correction = math.log((length - 1) / (self.full_length - 1))
         return correction * torch.eye(length, dtype=like.dtype, device=like.device)
 

@@ -46,9 +46,8 @@ class WideHead(nn.Module):
         self.projector = nn.Linear(hidden_size, width)
         pos_embed = positions = None
         if block.has_position_table:
-            pos_embed = nn.Buffer(
-                sincos_position_table(width, grid_size)[None], persistent=False
-            )  # (1, T, W)
+            table = sincos_position_table(width, grid_size)
+            pos_embed = nn.Buffer(table.unsqueeze(0), persistent=False)  # (1, T, W)
         if block.positions is not None:
             table = block.positions(width // num_heads, grid_size, 0)
             positions = nn.Buffer(table.unsqueeze(0), persistent=False)

@@ -54,10 +54,9 @@ class RoutePlan:
         for key, choices in (("schedule", SCHEDULES), ("force_keep_overflow", OVERFLOWS)):
             if getattr(self, key) not in choices:
                 raise ValueError(f"routing.{key}={getattr(self, key)} must be one of {', '.join(choices)}")
-        if self.off_last_steps is not None and not 0 < self.off_last_steps <= self.total_steps:
-            raise ValueError(
-                f"routing.off_last_steps={self.off_last_steps} must be in [1, {self.total_steps}]"
-            )
+        off, total = self.off_last_steps, self.total_steps
+        if off is not None and not 0 < off <= total:
+            raise ValueError(f"routing.off_last_steps={off} must be in [1, {total}]")
         for key in ("start_factor", "end_factor"):
             factor = getattr(self, key)
             if factor is None:

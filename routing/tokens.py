@@ -95,9 +95,9 @@ def gather_tokens(x: torch.Tensor, ids_keep: torch.Tensor, dim: int = 1) -> torc
     """
     dim %= x.dim()
     num_samples, num_kept = ids_keep.shape
-    index = ids_keep.view(num_samples, *(num_kept if d == dim else 1 for d in range(1, x.dim())))
-    shape = (num_samples, *(num_kept if d == dim else size for d, size in enumerate(x.shape) if d > 0))
-    return x.expand(num_samples, *x.shape[1:]).gather(dim, index.expand(shape))
+    x = x.expand(num_samples, *x.shape[1:])
+    index = ids_keep.view(num_samples, *[1] * (dim - 1), num_kept, *[1] * (x.dim() - dim - 1))
+    return x.gather(dim, index.expand(*x.shape[:dim], num_kept, *x.shape[dim + 1 :]))
 
 
 def start_route(x: torch.Tensor, ids_keep: torch.Tensor) -> torch.Tensor:

@@ -102,8 +102,7 @@ class CheckpointFolder:
             ValueError: all checkpoints are damaged.
         """
         for _, path in reversed(steps_in(self.folder)):
-            damage = damage_of(path)
-            if damage is None:
+            if (damage := damage_of(path)) is None:
                 return path
             aside = path.with_name(f"{path.name}.damaged")
             _remove(aside)

@@ -51,7 +51,6 @@ class Clock:
 
         Args:
             num_steps: steps done by this process.
-            evaluation: True to include an evaluation.
         """
         mean_step_sec = (time.perf_counter() - self._start) / max(1, num_steps)
         reserve_sec = END_SEC + self.longest_sec["save"] + STEPS_IN_RESERVE * mean_step_sec

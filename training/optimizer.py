@@ -23,8 +23,8 @@ class Optimizer:
         optimizers: an optimizer, or several by name, each with a different part of the parameters. This is
             what a target of `configs/optimizer/` returns for the named parameters of a network.
         warmup_steps: number of steps over which the learning rates rise linearly to their values; 0: none.
-        schedule: of the learning rates after that: `constant`, or `linear` or `cosine` to `end_factor` times
-            their values at the last step.
+        schedule: how the learning rates change after the warm-up: `constant`; or `linear` or `cosine`, to
+            `end_factor` times their values at the last step.
     """
 
     def __init__(
@@ -44,8 +44,7 @@ class Optimizer:
         self.rates = [group["lr"] for group in self.groups]
         self._stepped: set[torch.Tensor] = set()
         for group in self.groups:
-            on_gpu = group["params"][0].is_cuda
-            if on_gpu and "capturable" in group and not group.get("fused"):
+            if group["params"][0].is_cuda and "capturable" in group and not group.get("fused"):
                 group["capturable"] = True  # step counters on the device
 
     def set_rates(self, step: int, total_steps: int) -> None:
@@ -79,9 +78,11 @@ class Optimizer:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters by the key of their state in `state_dict`, joined with /."""
-        groups = {name: optimizer.param_groups for name, optimizer in self.optimizers.items()}
-        by_optimizer = {name: [p for group in g for p in group["params"]] for name, g in groups.items()}
-        return {f"{name}/state/{i}": p for name, ps in by_optimizer.items() for i, p in enumerate(ps)}
+        parameters: dict[str, torch.Tensor] = {}
+        for name, optimizer in self.optimizers.items():
+            in_order = [p for group in optimizer.param_groups for p in group["params"]]
+            parameters |= {f"{name}/state/{i}": p for i, p in enumerate(in_order)}
+        return parameters
 
     def state_dict(self) -> dict[str, Any]:
         return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}

@@ -15,8 +15,7 @@ from runtime.lock import Busy, Lock
 from runtime.provenance import flatten
 
 START = ("command", "commit", "source_sha256", "num_processes", "changes")  # recorded at every start of a run
-# Workers of a killed run keep its lock for a few seconds.
-LOCK_WITHIN_SEC = 5.0
+LOCK_WITHIN_SEC = 5.0  # workers of a killed run keep its lock for a few seconds
 MAX_CONFIG_BYTES, MAX_CONFIG_DEPTH = 2**16, 20
 
 # Keys that a resumed run may change: they do not affect the weights.
@@ -28,8 +27,7 @@ FREE_OF_TRAIN += ("check_resources", "parallel", "reduce_dtype")
 FREE_KEYS += tuple(f"train.{key}" for key in FREE_OF_TRAIN)
 # Keys that a resumed run may not change if it scores samples: its scores must stay comparable.
 SCORING_KEYS = ("decoding", "evaluation", "guidance", "sampler")
-# Effects of a change on the numbers of a resumed run.
-EFFECTS = {
+EFFECTS = {  # of a change on the numbers of a resumed run
     "num_processes": "sums are rounded differently",
     "parallel": "sums are rounded differently",
     "micro_batch_size": "noise, dropped labels and tokens differ from this step on",

@@ -1,8 +1,8 @@
 """Share weights, gradients and optimizer states between the processes of a training (FSDP2).
 
-The engine is torch's `fully_shard`, with weights and sums of gradients in fp32. Gradients are the same as
-under DDP, up to the order of summation. A sharded tensor is a DTensor, of which each process has a part. Only
-sharded trainings import its packages, which takes most of a second.
+The engine is torch's `fully_shard`, with weights in fp32. If gradients are summed in fp32, too, they are the
+same as under DDP, up to the order of summation. A sharded tensor is a DTensor, of which each process has a
+part. Only sharded trainings import its packages, which takes most of a second.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ def shard(
         blocks: submodules of `net` that are called one after the other.
         group_size: number of processes that share one copy of the weights, a divisor of all. With several
             groups, gradients are summed inside each and then over the groups.
-        reduce_dtype: of the gradients while they are summed.
+        reduce_dtype: dtype of the gradients while they are summed.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -98,10 +98,8 @@ class Trainer:
         if (checkpoint := self.launch.broadcast_from_main(newest)) is None:
             return
         self.step = self.saved_step = self.first_step = self.checkpoints.load(checkpoint, self.parts)
-        if self.step > (total_steps := self.settings.total_steps):
-            raise ValueError(
-                f"total_steps={total_steps} must be at least the {self.step} steps of {checkpoint}"
-            )
+        if self.step > (total := self.settings.total_steps):
+            raise ValueError(f"total_steps={total} must be at least the {self.step} steps of {checkpoint}")
 
     def fit(self) -> str:
         """Train until `total_steps`, or until a stop is requested.

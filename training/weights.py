@@ -129,14 +129,14 @@ def read_weights(source: str | Path, shapes_only: bool = False) -> Weights:
 
 
 def _content(file: Path, shapes_only: bool) -> Any:
-    if file.suffix == ".safetensors":
-        with _opened(file) as opened:
-            names = opened.keys()
-            if shapes_only:
-                blank = torch.empty((), device="meta")
-                return {name: blank.expand(opened.get_slice(name).get_shape()) for name in names}
-            return {name: opened.get_tensor(name) for name in names}
-    return load_stored(file)
+    if file.suffix != ".safetensors":
+        return load_stored(file)
+    with _opened(file) as opened:
+        names = opened.keys()
+        if shapes_only:
+            blank = torch.empty((), device="meta")
+            return {name: blank.expand(opened.get_slice(name).get_shape()) for name in names}
+        return {name: opened.get_tensor(name) for name in names}
 
 
 @contextmanager
@@ -241,9 +241,8 @@ def _adapt_weights(net: nn.Module, weights: Weights, label_table: bool) -> dict[
         if (table := tensors.pop(name, None)) is not None:
             expected = None if positions is None else positions[0].chunk(2, dim=-1)[i]
             if expected is not None and table.shape == expected.shape:
-                if table.is_meta or expected.is_meta:  # they have no values
-                    continue
-                if torch.allclose(table.float(), expected.to(table.device).float(), atol=1e-2):
+                on_meta = table.is_meta or expected.is_meta  # no values to compare
+                if on_meta or torch.allclose(table.float(), expected.to(table.device).float(), atol=1e-2):
                     continue
             raise ValueError(f"{weights.file}: {name} differs from the model's rotary positions")
     if not label_table:

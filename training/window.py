@@ -185,9 +185,7 @@ class Window:
         return {"rows": self._gathered_rows().tolist(), **{key: getattr(self, key) for key in STATE}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state. On another number of ranks, each rank loads the merged rows and its share of the
-        counts.
-        """
+        """Load the state; on another number of ranks, each has the merged rows and a share of the counts."""
         for key in STATE:
             setattr(self, key, state[key])
         # JSON stores a loss that is not finite as null.

@@ -24,11 +24,7 @@ MAX_RATE = 16  # of -a, at initialisation
 
 
 class StateSpace(nn.Module):
-    """Mix tokens by a scan.
-
-    Args:
-        num_heads: number of heads, each with its decay rate and one of four directions.
-    """
+    """Mix tokens by a scan; each head has its own decay rate, and one of four directions."""
 
     def __init__(self, hidden_size: int, num_heads: int):
         super().__init__()

@@ -37,12 +37,12 @@ class TokenSelection:
         return self._gather(x, self.ids, dim, self.num_tokens)
 
     def gather_joint(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The same with a prefix: (N or 1, ..., P + T + S, ...) -> (N, ..., P + K + S, ...)."""
+        """Like `gather`, with a prefix: (N or 1, ..., P + T + S, ...) -> (N, ..., P + K + S, ...)."""
         P = self.num_prefix_tokens
         return self._gather(x, with_prefix(self.ids, P), dim, P + self.num_tokens)
 
     def gather_between(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The same with a prefix, and Q text tokens at the end: (N or 1, ..., P + T + S + Q, ...) ->
+        """Like `gather_joint`, with Q text tokens at the end: (N or 1, ..., P + T + S + Q, ...) ->
         (N, ..., P + K + S + Q, ...).
         """
         P = self.num_prefix_tokens
@@ -101,11 +101,7 @@ class BlockList:
         return x if self.output is None else (*output[: self.output], x, *output[self.output + 1 :])
 
     def gather(self, arguments: Arguments, kept: TokenSelection, block: str) -> dict[str, Any]:
-        """Return the arguments of a block, gathered for the kept tokens.
-
-        Args:
-            block: name of the block in error messages.
-        """
+        """Return the arguments of a block, gathered for the kept tokens; error messages name the `block`."""
         gathered = {}
         for key, gather in self.by_token.items():
             if (value := arguments.get(key)) is not None:

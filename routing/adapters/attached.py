@@ -105,8 +105,7 @@ def detach(model: nn.Module) -> None:
     """
     if not hasattr(model, "_attached"):
         raise ValueError(f"{type(model).__name__} has no routes")
-    adapter = model.__dict__["_attached"].adapter
-    del model._attached
+    adapter = model.__dict__.pop("_attached").adapter
     if "plain_forward" in vars(type(model)):  # not in a class that was derived from it (fully_shard)
         model.__class__ = type(model).__base__  # pyright: ignore (a Module, as above)
     for spec in adapter.block_lists:

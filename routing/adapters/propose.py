@@ -231,8 +231,7 @@ class _Trace:
 
     def variants(self, values: Mapping[str, Any]) -> list[dict[str, str]]:
         """Return all combinations of expressions that gather the values indexed by token, by name."""
-        gathers = {name: self._gathers(value) for name, value in values.items()}
-        gathers = {name: choices for name, choices in gathers.items() if choices}
+        gathers = {name: choices for name, value in values.items() if (choices := self._gathers(value))}
         return [dict(zip(gathers, chosen, strict=True)) for chosen in product(*gathers.values())]
 
     def _gathers(self, value: Any) -> list[str]:

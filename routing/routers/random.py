@@ -19,7 +19,5 @@ def random_router(
 
 
 def token_noise(x: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Draw a number in [0, 1) per token of x (N, T, D), always in fp32: bf16 has few values, and ties would
-    favour low positions.
-    """
+    """Draw a number in [0, 1) per token of x (N, T, D), in fp32: ties in bf16 would favour low positions."""
     return torch.rand(x.shape[:2], generator=generator, device=x.device, dtype=torch.float32)

@@ -25,7 +25,7 @@ class Alignment(ABC):
 
     Args:
         block: index of the block whose output is projected, from 0.
-        weight: of the loss, which is a mean over tokens.
+        weight: factor of the loss, which is a mean over tokens.
         until_step: the weight is 0 from this step on [HASTE]; None: never.
         tokens: `all`; or `kept`: in a window, only tokens that the block processed count. `all` reads the
             others as they entered the window.
@@ -79,9 +79,7 @@ class Alignment(ABC):
         return self.until_step is None or step < self.until_step
 
     def loss(self, net: Any, x: torch.Tensor, features: torch.Tensor | None, step: int) -> torch.Tensor:
-        """Return the loss (N,) of the network's last forward, for clean latents x (N, C, H, W) and stored
-        features (N, T, F) of their images.
-        """
+        """Return the loss (N,) of the last forward for clean x (N, C, H, W) and stored features (N, T, F)."""
         predicted, kept = net.projected
         net.projected = None  # its graph would stay in memory
         if not self.is_on(step):

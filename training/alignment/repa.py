@@ -12,7 +12,7 @@ class REPA(Alignment):
     """Predict the encoder's features of each token's patch by an MLP, compared by their angle. [REPA]
 
     Args:
-        width: of the MLP, which has three layers.
+        width: width of the hidden layers of the MLP, which has three layers.
         encoder: name of an encoder (`data/features.py`) that computes the features at each step from the
             decoded latents; None: they are stored in the latent folder.
         weights: safetensors file of the encoder's weights.

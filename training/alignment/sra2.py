@@ -14,8 +14,8 @@ class SRA2(Alignment):
     """Predict the clean latent of each token's patch by an MLP.
 
     Args:
-        num_layers: of the MLP.
-        width: of the layers between; None: twice the network's, which gives about 8M parameters for B.
+        num_layers: number of layers of the MLP.
+        width: width of its hidden layers; None: twice the network's, which gives about 8M parameters for B.
         The other arguments are documented in `Alignment`.
     """
 

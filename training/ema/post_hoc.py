@@ -133,7 +133,7 @@ def reconstruct(run: Path, std: float) -> Path:
     if (folder / "ema.safetensors").exists():
         return folder
     files, snapshots = [], []
-    for checkpoint in (steps[number] for number in sorted(steps)):
+    for checkpoint in steps.values():
         if damage := damage_of(checkpoint, [STATE, *(f"{part}.safetensors" for part in PARTS)]):
             raise ValueError(f"{checkpoint} is damaged ({damage}): move it away to leave it out")
         state = read_json(checkpoint / STATE)
