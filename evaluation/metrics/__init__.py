@@ -71,8 +71,8 @@ class FeatureMetric(Metric):
             sets = [x[np.sort(np.random.default_rng(0).permutation(len(x))[:size])] for x in sets]
         tensors = [torch.as_tensor(x, device=self.device) for x in sets]
         for name, x in zip(("reference", "samples"), tensors, strict=True):
-            if x.ndim != 2 or not x.isfinite().all():
-                rule = "must be (number of images, number of features), and finite"
+            if x.ndim != 2 or len(x) < self.min_images or not x.isfinite().all():
+                rule = f"must be (at least {self.min_images} images, number of features), and finite"
                 raise ValueError(f"features {tuple(x.shape)} of the {name} {rule}")
         values = self.compare(*tensors)
         if not isinstance(values, tuple) or len(values) != len(self.keys):
@@ -81,5 +81,5 @@ class FeatureMetric(Metric):
         return dict(zip(self.keys, values, strict=True))
 
     def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float, ...]:
-        """Return the scores of features (M, F) for a reference (N, F), in the order of `keys`."""
+        """Return the scores of finite features (M, F) for a reference (N, F), in the order of `keys`."""
         raise NotImplementedError

@@ -169,7 +169,7 @@ def test_the_frechet_ratio_is_the_mean_over_encoders():
 
 def test_features_that_cannot_be_compared_are_refused():
     good, metric = features(9), PrecisionRecall(features="x")
-    for wrong in (np.full((9, 6), np.nan), np.ones((9, 6, 2))):
+    for wrong in (np.full((9, 6), np.nan), np.ones((9, 6, 2)), features(3)):  # it needs 4
         for name, sets in (("reference", (wrong, good)), ("samples", (good, wrong))):
             with pytest.raises(ValueError, match=rf"of the {name} must be \(.*, and finite"):
                 metric(*map(kept, sets))
