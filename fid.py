@@ -85,7 +85,7 @@ def score(request: ScoreConfig, node: Node, experiment: Experiment | None, launc
 
 
 def is_scored(samples: FileSamples | NetworkSamples, described: dict[str, Any]) -> bool:
-    """True if the same samples have the same scores on disk."""
+    """True if a record of the same samples and settings exists."""
     if not samples.out.is_file() or not isinstance(saved := read_json(samples.out), dict):
         return False
     record = as_json({**described, "samples": samples.record()})

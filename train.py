@@ -64,8 +64,8 @@ def fit(trainer: Trainer, run: RunFolder) -> None:
     if reason := run_training(trainer, run):
         notify_submitit(reason)
         raise SystemExit(INTERRUPTED if reason == INTERRUPT else TRY_AGAIN)
-    of_text = ' prompt="..."' if trainer.net.text else ""
-    sample = f"python sample.py run={run.path}{of_text} num_samples=500"
+    prompt = ' prompt="..."' if trainer.net.text else ""
+    sample = f"python sample.py run={run.path}{prompt} num_samples=500"
     trainer.recorder.show(f"{run.path} is finished. Sample from it: {sample}")
 
 

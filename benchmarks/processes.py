@@ -54,13 +54,10 @@ def record_all(calls: Mapping[str, Callable[[], Rows]], record: Record, jobs: in
 def start_program(program: str, log: Path, *overrides: str) -> None:
     """Run a program of the project, and append its output to a log.
 
-    Args:
-        program: a file, or `-m` and a module.
-
     Raises:
         OSError: the program failed.
     """
-    command = [sys.executable, *program.split(), *overrides]
+    command = [sys.executable, program, *overrides]
     with log.open("ab") as file:
         result = subprocess.run(command, cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
     if result.returncode:

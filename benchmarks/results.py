@@ -92,17 +92,18 @@ def read_environment(file: Path) -> dict[str, str]:
 
 def markdown(
     rows: Sequence[Mapping[str, Any]],
-    columns: Mapping[str, str],
+    columns: Mapping[str, str] | None = None,
     everything: bool = False,
     text: bool = False,
 ) -> str:
     """Format rows, new or read from a record, as a Markdown table.
 
     Args:
-        columns: key -> format. "{}" formats any value, other formats take a float.
+        columns: key -> format; "{}" formats any value, other formats take a float. None: all keys as "{}".
         everything: True keeps empty columns.
         text: True aligns columns on the left.
     """
+    columns = dict.fromkeys((key for row in rows for key in row), "{}") if columns is None else columns
     keys = [key for key in columns if everything or any(row.get(key) not in (None, "") for row in rows)]
     cells = [[_cell(row.get(key), columns[key]) for key in keys] for row in rows]
     lines = ["| " + " | ".join(line) + " |" for line in (keys, *cells)]

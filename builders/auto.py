@@ -17,7 +17,7 @@ class Resolved:
     """The resolved options of a run.
 
     Args:
-        bf16_speedup: measured on a CPU; None: the precision is given.
+        bf16_speedup: measured on a CPU with mixed_precision=auto; otherwise None.
         attention: None: the network does not have this option.
     """
 

@@ -84,7 +84,7 @@ def _group_labels(overrides: Iterable[str], choices: Mapping[str, str]) -> Itera
 
 
 def _defaults(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield the groups that a file chooses, and their options, after the ones of the file it is based on."""
+    """Yield (group, option) for each entry of a file's defaults list, base files first."""
     for entry in yaml.safe_load(file.read_text()).get("defaults", ()) if file.is_file() else ():
         if isinstance(entry, str):
             yield from _defaults(file.with_name(f"{entry}.yaml"))

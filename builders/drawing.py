@@ -219,7 +219,7 @@ class Drawing:
         """Collect everything that the images depend on, except sampler, guidance and labels."""
         weights = hashlib.sha256()
         for net in self.model.networks:
-            # If weights are shared, state_dict would scatter them again, and numpy would keep their memory.
+            # state_dict would reshard gathered weights, and numpy would keep their memory.
             tensors: list[tuple[str, Any]] = [*net.named_parameters(), *net.named_buffers()]
             for _, tensor in sorted(tensors):
                 copy = tensor.detach().to("cpu", copy=True).contiguous()

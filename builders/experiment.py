@@ -243,7 +243,7 @@ class Experiment:
         return self
 
     def check_router(self, num_tokens: int) -> None:
-        """Let the router choose two tokens of a sample of zeros."""
+        """Check that the router returns the positions of two tokens, for a sample of zeros."""
         arguments = self.model_node.arguments
         router, x = arguments["router"].bind(), torch.zeros(1, num_tokens, arguments.get("hidden_size", 1))
         # Errors of a user's router.

@@ -55,14 +55,8 @@ class KeptTokensLoss:
             mask = kept_weight
             if self.reconstruction_weight:
                 reconstruct = self.reconstruction_weight * other_weight
-        return self.loss(
-            *(precond, x, class_labels),
-            t=t,
-            routing=routing,
-            mask=mask,
-            reconstruct=reconstruct,
-            generator=generator,
-        )
+        options: dict[str, Any] = {"t": t, "routing": routing, "mask": mask, "reconstruct": reconstruct}
+        return self.loss(precond, x, class_labels, **options, generator=generator)
 
     def _kept(self, routing: Routing, x: torch.Tensor) -> torch.Tensor:
         T, ratios = self.net.num_tokens, routing.ratios(self.net.routes, active=True)

@@ -202,7 +202,7 @@ class FileSamples:
 
 
 class NetworkSamples:
-    """Samples that are drawn while they are scored; it has the methods of FileSamples."""
+    """Samples that are drawn while they are scored, with the interface of FileSamples."""
 
     images: Drawing  # set by `cache`
 

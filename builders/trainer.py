@@ -79,13 +79,13 @@ def check_init_from(source: str, objective: str | None) -> None:
 def check_init_shapes(experiment: Experiment) -> None:
     """Check that the weights to start from fit the network, its heads and its classes."""
     train, num_classes, init_from = experiment.train, experiment.num_classes, str(experiment.train.init_from)
-    own_heads = experiment.model_node.arguments.get("num_heads")
+    num_heads = experiment.model_node.arguments.get("num_heads")
     source, with_labels = f"train.init_from={init_from}", train.init_from_label_table
     without = "train.init_from_label_table=false, which loads all weights except the table of labels"
     try:
         weights = read_weights(init_from, shapes_only=True)
         mismatch = find_mismatch(experiment.meta_net, weights, with_labels)
-        num_heads = num_heads_of(weights, train.init_from_objective)
+        source_heads = num_heads_of(weights, train.init_from_objective)
     except ValueError as error:
         raise ValueError(f"train.init_from={error}") from error
     if mismatch is not None:
@@ -94,8 +94,8 @@ def check_init_shapes(experiment: Experiment) -> None:
             hint = f"data.num_classes={num_classes} must be the same, or {without}"
         raise ValueError(f"{source}: weights do not match the model: {mismatch}; {hint}")
     # Shapes do not determine heads and classes.
-    if num_heads not in (None, own_heads):
-        raise ValueError(f"model.num_heads={own_heads} must be {num_heads}, as in {source}")
+    if source_heads not in (None, num_heads):
+        raise ValueError(f"model.num_heads={num_heads} must be {source_heads}, as in {source}")
     if weights.num_classes not in (None, num_classes) and LABEL_TABLE in weights.tensors and with_labels:
         rule = f"must be {weights.num_classes}, as {source} says, or {without}"
         raise ValueError(f"data.num_classes={num_classes} {rule}")
@@ -242,8 +242,8 @@ def _prepare(
         compile_blocks(net.units, most_graphs(num_lengths))
     if train.parallel != "ddp":
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[train.reduce_dtype]
-        for each in (net, *averages):
-            shard(each, each.units, launch, sharing_processes(train, launch.world_size), dtype)
+        for network in (net, *averages):
+            shard(network, network.units, launch, sharing_processes(train, launch.world_size), dtype)
         return net
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     # The loss has its own autocast: the one of accelerate would stay on in evaluations.

@@ -22,7 +22,6 @@ from data.scenes import scenes
 from data.stream import (
     StoredBatch,
     StreamOrder,
-    count_forced,
     entries_by_step,
     held_out_batches,
     mask_coverage,

@@ -49,7 +49,7 @@ class Captions:
         return encoded.reshape(-1, self.count, *encoded.shape[1:])
 
     def describe(self, positions: Sequence[int]) -> dict[str, Any]:
-        """Return the captions' part of the manifest; prompts are first captions at some `positions`."""
+        """Return the manifest's `text`; its prompts are first captions of the images at `positions`."""
         first = [self.texts[i][0] for i in positions]
         if not (texts := [text for text in first if len(text) <= MAX_LETTERS]):
             raise ValueError(f"all captions have more than {MAX_LETTERS} letters")

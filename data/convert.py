@@ -81,7 +81,7 @@ def main(request: ConvertConfig) -> None:
 
 
 def assumptions_of(foreign: Format) -> dict[str, Any]:
-    """Return the assumptions by the key that replaces each of them, and the pixel range."""
+    """Return the assumptions and the pixel range, by key."""
     return {key: getattr(foreign, key) for key in (*ASSUMED, "pixel_range")}
 
 
@@ -114,7 +114,7 @@ def check_numbers(foreign: Format, source: Source, path: Path) -> np.ndarray:
     if not source.count:
         raise ValueError(f"source={path} has no entries")
     if foreign.hflip and source.count % 2:
-        raise ValueError(f"source={path}: {source.count} entries are not images and flips: set hflip=false")
+        raise ValueError(f"source={path}: hflip needs pairs, not {source.count} entries: set hflip=false")
     half = source.count // 2 if foreign.hflip else source.count
     ids = np.unique(np.linspace(0, half - 1, min(NUM_SAMPLED, half)).astype(int))
     entries = _stack([*map(source.read, ids)])

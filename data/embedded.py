@@ -123,7 +123,7 @@ def _write_digits(path: str, foreground_masks: bool, num_images: int | None, siz
 
 
 def _first_digits(num_images: int | None) -> np.ndarray:
-    """Return the digits to write, ordered so that the folder holds out the same ones for each number."""
+    """Return indices of the digits to write, ordered so that any `num_images` holds out the same digits."""
     held_out, trained = split(NUM_DIGITS, NUM_HELD_OUT_DIGITS)
     trained = trained[:num_images]
     ids = np.empty(len(held_out) + len(trained), dtype=int)

@@ -74,7 +74,7 @@ class EncodeConfig:
     num_held_out: int | None = None  # None: 1% of the images, at most 5,000
     mixed_precision: str = "no"
     skip_corrupt: bool = False
-    normalise: str = "encoder"  # by its own constants; channels: by means and deviations of the latents
+    normalise: str = "encoder"  # encoder: its constants; channels: mean and deviation of each channel
     features: str | None = None  # dinov2_b: also store features of the patches, for alignment=repa
     features_weights: str | None = None  # safetensors file of this encoder
     captions: str | None = None  # beside: files next to the images; or annotations of COCO

@@ -27,7 +27,7 @@ ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # 8 images of 256x256 at a time: fixed, so that results do not depend on free memory (benchmarks/RESULTS.md).
 PIXELS_AT_ONCE = 8 * 256 * 256
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError)
-MAX_CONFIG_BYTES, MAX_BLOCKS = 2**16, 32  # of an autoencoder from outside
+MAX_CONFIG_BYTES, MAX_BLOCKS = 2**16, 32  # of an untrusted autoencoder
 
 
 class IdentityEncoder:
@@ -68,11 +68,6 @@ class KLEncoder:
 
     kind, class_name = "moments", "AutoencoderKL"
 
-    @property
-    def resolution(self) -> int | None:
-        """The only side of images that it takes; None: any multiple of `factor`."""
-        return None
-
     def __init__(self, name: str, device: torch.device, bf16: bool = False, official: bool = False):
         self.name = str(Path(name).resolve()) if Path(name).is_dir() else PUBLISHED.get(name, name)
         self.device, dtype = device, torch.float16 if official else torch.bfloat16
@@ -84,7 +79,7 @@ class KLEncoder:
             for parameter in self.net.parameters():
                 parameter.copy_(parameter.bfloat16())
         self.scale, self.shift, self.std = self._normalisation(name)
-        self.factor, self.latent_channels = self._sizes()
+        self.factor, self.latent_channels, self.resolution = self._sizes()
 
     def _normalisation(self, name: str) -> tuple[Numbers, Numbers, float]:
         """Return scale, shift and the resulting standard deviation, as the autoencoder's config.json says.
@@ -107,10 +102,10 @@ class KLEncoder:
             rule = "must have lists of numbers in both latents_mean and latents_std, or in neither"
             raise ValueError(f"{file} {rule}: {error}") from error
 
-    def _sizes(self) -> tuple[int, int]:
-        """Return `factor` and the number of channels of the network's latents."""
+    def _sizes(self) -> tuple[int, int, int | None]:
+        """Return `factor`, `latent_channels` and `resolution`; see IdentityEncoder."""
         config = self.net.config
-        return 2 ** (len(config.block_out_channels) - 1), config.latent_channels
+        return 2 ** (len(config.block_out_channels) - 1), config.latent_channels, None
 
     def _encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """Map pixels in [-1, 1] to stored latents."""
@@ -126,22 +121,19 @@ class KLEncoder:
         """Map images (N, 3, H, W) uint8 to latents fp32 on the CPU: (N, C, H/factor, W/factor) for `samples`,
         mean and logvar (N, 2C, H/factor, W/factor) for `moments`.
         """
-
-        def encode_part(part: torch.Tensor) -> torch.Tensor:
-            return self._encode(part.to(self.device).float() / 127.5 - 1)
-
-        return self._in_slices(encode_part, images, images.shape[-1] * images.shape[-2])
+        pixels = images.shape[-1] * images.shape[-2]
+        return self._in_slices(lambda part: self._encode(part.float() / 127.5 - 1), images, pixels)
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Map latents (N, C, H, W) to images (N, 3, factor H, factor W) fp32, nominally in [-1, 1]."""
         pixels = latents.shape[-1] * latents.shape[-2] * self.factor**2
-        return self._in_slices(lambda part: self._decode(part.to(self.device)), latents, pixels)
+        return self._in_slices(self._decode, latents, pixels)
 
     def _in_slices(self, call: Callable, batch: torch.Tensor, pixels: int) -> torch.Tensor:
         with self.autocast():
             parts = batch.split(max(1, PIXELS_AT_ONCE // pixels))
-            return torch.cat([call(part).float().cpu() for part in parts])
+            return torch.cat([call(part.to(self.device)).float().cpu() for part in parts])
 
 
 class Flux2Encoder(KLEncoder):
@@ -156,9 +148,9 @@ class Flux2Encoder(KLEncoder):
         stds = (norm.running_var.double() + norm.eps).sqrt()
         return tuple((1 / stds).tolist()), tuple(norm.running_mean.double().tolist()), 1.0
 
-    def _sizes(self) -> tuple[int, int]:
-        factor, channels = super()._sizes()
-        return self.PATCH * factor, self.PATCH**2 * channels
+    def _sizes(self) -> tuple[int, int, int | None]:
+        factor, channels, resolution = super()._sizes()
+        return self.PATCH * factor, self.PATCH**2 * channels, resolution
 
     def _encode(self, pixels: torch.Tensor) -> torch.Tensor:
         mean, logvar = super()._encode(pixels).chunk(2, dim=1)
@@ -176,8 +168,8 @@ class DCEncoder(KLEncoder):
     def _normalisation(self, name: str) -> tuple[Numbers, Numbers, float]:
         return float(self.net.config.scaling_factor), 0.0, 1.0
 
-    def _sizes(self) -> tuple[int, int]:
-        return self.net.spatial_compression_ratio, self.net.config.latent_channels
+    def _sizes(self) -> tuple[int, int, int | None]:
+        return self.net.spatial_compression_ratio, self.net.config.latent_channels, None
 
     def _encode(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.net.encode(pixels).latent
@@ -188,15 +180,12 @@ class RAEEncoder(KLEncoder):
 
     kind, class_name = "samples", "AutoencoderRAE"
 
-    @property
-    def resolution(self) -> int:
-        return self.net.decoder_image_size
-
     def _normalisation(self, name: str) -> tuple[Numbers, Numbers, float]:
         return 1.0, 0.0, float(self.net.config.scaling_factor)
 
-    def _sizes(self) -> tuple[int, int]:
-        return self.net.decoder_patch_size, self.net.config.encoder_hidden_size
+    def _sizes(self) -> tuple[int, int, int | None]:
+        net = self.net
+        return net.decoder_patch_size, net.config.encoder_hidden_size, net.decoder_image_size
 
     def _encode(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.net.encode((pixels + 1) / 2).latent
@@ -224,7 +213,7 @@ def is_local(name: str) -> bool:
 
 
 def load_encoder(name: str, device: torch.device, bf16: bool = False, official: bool = False) -> Encoder:
-    """Load an encoder by name; its config.json says of which class it is."""
+    """Load an encoder by name, of the class in its config.json."""
     if name == IDENTITY:
         return IdentityEncoder()
     return CLASSES[_class_of(name)](name, device, bf16, official)
@@ -336,10 +325,11 @@ def _load_autoencoder(request: str, name: str, class_name: str) -> torch.nn.Modu
             _check_depth(read_json(Path(name) / "config.json", MAX_CONFIG_BYTES))
         net, info = load(local_files_only=is_local(name))
     except LOADING_ERRORS as error:
+        line = str(error).strip().split("\n")[0]
         if is_local(name):
-            raise ValueError(f"encoder={request} is not an {class_name}: {_line(error)}") from error
+            raise ValueError(f"encoder={request} is not an {class_name}: {line}") from error
         raise ValueError(
-            f"encoder={request} is not in the cache and cannot be downloaded ({_line(error)}): run `hf "
+            f"encoder={request} is not in the cache and cannot be downloaded ({line}): run `hf "
             f"download {name} --local-dir FOLDER` on a machine with internet, then set encoder=FOLDER"
         ) from error
     if missing := info["missing_keys"]:  # diffusers would initialize them at random
@@ -354,7 +344,3 @@ def _check_depth(config: Any) -> None:
             counts = [len(value), *(value if "layers" in key else ())] if isinstance(value, list) else [value]
             if count := next((n for n in counts if isinstance(n, int) and n > MAX_BLOCKS), None):
                 raise ValueError(f"{key} of config.json has {count} blocks, must be at most {MAX_BLOCKS}")
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]

@@ -38,7 +38,7 @@ class PatchEncoder:
         self.name, self.device = ENCODERS.get(name, name), device
         if not timm.is_model(self.name.partition(".")[0]) or not self.name.startswith("vit_"):
             raise ValueError(
-                f"encoder of features {name} must be one of {', '.join(ENCODERS)}, or a vit_ model of timm"
+                f"feature encoder {name} must be one of {', '.join(ENCODERS)}, or a vit_ model of timm"
             )
         if weights is None or not Path(weights).is_file():
             source = f"https://huggingface.co/timm/{self.name}: model.safetensors"

@@ -92,7 +92,7 @@ class Files:
 
 
 class _Images:
-    part_size = None  # the files have no parts
+    part_size = None  # use the detector's batch size
 
 
 class NpzImages(_Images):
@@ -205,7 +205,7 @@ def open_picture(file: BinaryIO) -> Image.Image:
     """Read an image of one of FORMATS and apply its EXIF orientation, as image viewers do.
 
     DEVIATION: [ADM] and others ignore the orientation, except for TIFF, where PIL applies it. Their images
-    can lie on the side.
+    can be rotated.
     """
     image = Image.open(file, formats=FORMATS)
     if ";16" in str(image.tile) and image.mode[0] not in "IF":  # PIL reduces these to 8 bits silently

@@ -20,7 +20,7 @@ from data.images import Files
 from data.listing import LABELS_FILE, read_labels
 from data.manifest import FAR_STD, MAX_CLASSES
 from data.tars import index_tars, read_at
-from runtime.arrays import ZIP_ERRORS, load_stored, parse_array, read_array
+from runtime.arrays import ZIP_ERRORS, load_stored, read_array
 from runtime.errors import as_value_error
 
 STORED_AS = ("samples", "mean_logvar", "mean_std")
@@ -103,7 +103,7 @@ def find_hflip_contradiction(first: np.ndarray, second: np.ndarray) -> str | Non
     if flipped > max(plain, unrelated) + HFLIP_MARGIN:
         return None
     pair = f"correlation {flipped:.2f} with the flips of the first half, {plain:.2f} without flipping"
-    return f"the second half is not flips ({pair}, {unrelated:.2f} with other entries): set hflip=false"
+    return f"the second half holds no flips ({pair}, {unrelated:.2f} with other entries): set hflip=false"
 
 
 def _find_moments_contradiction(stored_as: str, entries: np.ndarray) -> str | None:
@@ -127,16 +127,13 @@ def open_tars(path: Path) -> Source:
     if missing := [key + part for key in keys for part in parts if key + part not in files]:
         raise ValueError(f"{path} must have both parts of each entry: {missing[0]} is missing")
 
-    def content(name: str) -> bytes:
-        return read_at(*files[name]).getvalue()
-
     def read(i: int) -> np.ndarray:
         name = keys[i] + TAR_LATENT
         with as_value_error(f"{files[name][0]}: {name} cannot be read"):
-            return parse_array(content(name))
+            return read_array(read_at(*files[name]), files[name][2])
 
-    bar = tqdm(keys, desc="read labels", unit="label")
-    labels = [_parse_number(content(key + TAR_LABEL), f"{path}: {key}{TAR_LABEL}") for key in bar]
+    bar = tqdm([key + TAR_LABEL for key in keys], desc="read labels", unit="label")
+    labels = [_parse_number(read_at(*files[name]).read(), f"{path}: {name}") for name in bar]
     return Source(len(labels), np.array(labels, dtype=np.int64), read)
 
 

@@ -82,11 +82,11 @@ class LatentDataset:
         text = torch.from_numpy(_read_in_order(self.text, ids, choice))
         words = (self.manifest.text or {}).get("words")
         if words and not 0 <= text.min() <= text.max() <= len(words):
-            raise ValueError(f"{FILES['text']} holds {text.max()} or {text.min()}, of {len(words)} words")
+            raise ValueError(f"{FILES['text']} has ids {text.min()}..{text.max()}, not in [0, {len(words)}]")
         return text
 
     def captions(self, ids: np.ndarray) -> np.ndarray | None:
-        """Return the first caption of entries `ids` as text (N,); None without the words of captions."""
+        """Return the first caption of entries `ids` as text (N,); None without a vocabulary."""
         if self.text is None or "words" not in (text := self.manifest.text or {}):
             return None
         words = text["words"]

@@ -130,7 +130,7 @@ class LatentManifest:
 
     @property
     def contents(self) -> str:
-        """What the entries have beside latents, for messages."""
+        """The classes and captions of the entries, for messages."""
         captions = f", captions of up to {self.text['num_tokens']} tokens" if self.text else ""
         return f"{self.num_classes or 'no'} classes{captions}"
 
@@ -165,15 +165,11 @@ class LatentManifest:
         if self.conditioning_type:
             arrays["masks"] = ("uint8", (self.count, *self.shape[1:]))
         if self.features:
-            arrays["features"] = (
-                "float16",
-                (*self.stored_shape[: -len(self.shape)], *self.features["shape"]),
-            )
-        if shape := self.text_shape:
-            sizes = (self.text or {})["num_captions"], shape["num_tokens"]
-            of_words = shape["num_features"] is None
-            sizes += () if of_words else (shape["num_features"],)
-            arrays["text"] = ("int16" if of_words else "float16", (self.count, *sizes))
+            arrays["features"] = ("float16", (*self.stored_shape[:-3], *self.features["shape"]))
+        if text := self.text:
+            features = (text["num_features"],) if text.get("num_features") is not None else ()
+            sizes = (self.count, text["num_captions"], text["num_tokens"], *features)
+            arrays["text"] = ("float16" if features else "int16", sizes)
         return arrays
 
     def to_latents(self, stored: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:

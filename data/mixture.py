@@ -62,8 +62,8 @@ class MixtureDataset(LatentDataset):
         y, means, variances = _coefficients(x), self.means.to(x.device), self.variances.to(x.device)
         # log N(y; mu_k, lambda) of each component, (N, num_classes, K)
         distances = (y[:, None, None] - means).square() / variances
-        of_components = -0.5 * (distances + (2 * torch.pi * variances).log()).sum(dim=-1)
-        return of_components.logsumexp(dim=-1) - math.log(means.shape[1])
+        log_densities = -0.5 * (distances + (2 * torch.pi * variances).log()).sum(dim=-1)
+        return log_densities.logsumexp(dim=-1) - math.log(means.shape[1])
 
 
 def mixture(

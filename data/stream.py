@@ -34,8 +34,8 @@ class StoredBatch(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Entries of a micro-batch, 1 for each flipped one (None without hflip), all entries of the step, and
-    which caption of each entry.
+    """Entries of a micro-batch, their flips (1: flipped; None without hflip), all entries of the step, and
+    the index of each entry's caption.
     """
 
     ids: np.ndarray
@@ -108,8 +108,8 @@ class _Reader(Dataset):
         masks = self.dataset.read_masks(draw.ids, draw.flipped) if self.with_masks else None
         # All ranks count over the whole step, so they agree without communication. Flips have equal counts.
         if self.token_mask and not np.array_equal(draw.step_ids, self.counted):
-            num_forced = count_forced(self.dataset, draw.step_ids, self.token_mask)
-            self.counted, self.num_forced = draw.step_ids, int(num_forced.max())
+            kept = self.token_mask(self.dataset.read_masks(draw.step_ids))  # (batch_size, T)
+            self.counted, self.num_forced = draw.step_ids, int(kept.sum(dim=1).max())
         features = self.dataset.read_features(draw.ids, draw.flipped) if self.with_features else None
         stored, labels = self.dataset.read(draw.ids, draw.flipped)
         labels = self.dataset.read_text(draw.ids, draw.captions) if self.with_text else labels
@@ -140,8 +140,7 @@ def stream(
     """
     share = batch_size, micro_batch_size, start_step, rank, world_size
     num_captions = dataset.manifest.text["num_captions"] if with_text and dataset.manifest.text else 1
-    of_step = {"hflip": dataset.manifest.hflip, "num_captions": num_captions}
-    order = StreamOrder(dataset.train_ids, seed, *share, **of_step)
+    order = StreamOrder(dataset.train_ids, seed, *share, dataset.manifest.hflip, num_captions)
     reader = _Reader(dataset, with_masks, token_mask, with_features, with_text)
     options = {"num_workers": num_workers, "pin_memory": pin_memory, "worker_init_fn": _ignore_signals}
     return DataLoader(reader, batch_size=None, sampler=order, **options)
@@ -157,11 +156,6 @@ def entries_by_step(dataset: LatentDataset, seed: int, batch_size: int) -> Calla
     """Return a function from a step to the entries of its batch, in order."""
     order = StreamOrder(dataset.train_ids, seed, batch_size, micro_batch_size=batch_size)
     return lambda step: order.batch(step).tolist()
-
-
-def count_forced(dataset: LatentDataset, ids: np.ndarray, token_mask: TokenMask) -> np.ndarray:
-    """Count the tokens (N,) that the masks of entries `ids` keep."""
-    return token_mask(dataset.read_masks(ids)).sum(dim=1).numpy()
 
 
 def mask_coverage(dataset: LatentDataset, token_mask: TokenMask, batch_size: int) -> float:
@@ -189,7 +183,7 @@ def held_out_batches(
         stored, labels = dataset.read(ids)
         labels = dataset.read_text(ids) if with_text else labels
         masks = dataset.read_masks(ids).to(device) if with_masks else None
-        # The loss is seeded by the index as well: use different draws.
+        # The loss seeds its draws by the index: use another seed here.
         generator = torch.Generator(device).manual_seed(HELD_OUT_DRAWS + index)
         latents = dataset.manifest.to_latents(stored.to(device), generator)
         yield index, latents, None if labels is None else labels.to(device), masks

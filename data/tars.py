@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from runtime.errors import as_value_error
 
-MAX_HEADER_BYTES = 2**16  # of a file: names and notes that a tar stores before it
+MAX_HEADER_BYTES = 2**16  # of a file: its name and metadata
 MAX_FILE_BYTES = 2**28
 # Errors of reading a damaged tar and its files.
 DAMAGED = (ValueError, EOFError, LookupError, OverflowError, RecursionError, tarfile.TarError)
@@ -16,7 +16,7 @@ Index = dict[str, tuple[Path, int, int]]  # tar, first byte and number of bytes 
 
 
 class _Headers:
-    """A tar of which tarfile reads headers alone. tarfile itself reads as many bytes as they declare."""
+    """File object that limits the headers of a tar; tarfile alone reads as many bytes as they declare."""
 
     def __init__(self, stream: BinaryIO):
         self.seek, self.tell, self._stream, self.left = stream.seek, stream.tell, stream, MAX_HEADER_BYTES
@@ -24,7 +24,7 @@ class _Headers:
     def read(self, size: int) -> bytes:
         self.left -= size
         if self.left < 0:
-            raise ValueError(f"a file takes more than {MAX_HEADER_BYTES} bytes in addition to its content")
+            raise ValueError(f"the header of a file has more than {MAX_HEADER_BYTES} bytes")
         return self._stream.read(size)
 
 

@@ -78,7 +78,7 @@ class LanguageModel:
 
     Args:
         name: a folder, or OWNER/NAME on the hub.
-        num_tokens: M; longer captions are cut, as the tokenizer does.
+        num_tokens: M; the tokenizer truncates longer captions.
     """
 
     def __init__(self, name: str, num_tokens: int, device: torch.device):
@@ -115,7 +115,7 @@ def text_encoder_for(text: Mapping[str, Any], device: torch.device, name: str | 
     """Build the encoder of the captions that a manifest describes.
 
     Args:
-        name: where it is on this machine; None: where the manifest says.
+        name: the language model's folder or name on the hub; None: the manifest's.
 
     Raises:
         ValueError: it cannot be loaded, or has other weights.

@@ -144,7 +144,7 @@ def posterior_log_variance(path: Path, t: Tensor, s: Tensor) -> Tensor:
 
 
 def log_variance(v: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return the log variance for a prediction v: the posterior's, `low`, at -1; ln beta, `high`, at 1."""
+    """Interpolate the log variance from `low`, the posterior's, at v = -1 to `high`, ln beta, at v = 1."""
     # Sigma = exp(f ln beta + (1 - f) ln beta~), [IDDPM] eq. 15, with f = (v + 1) / 2.
     return low + (v + 1) / 2 * (high - low)
 
@@ -157,8 +157,5 @@ def _log_bin(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """
     above, below = ((x - mean + half) / std for half in (1 / 255, -1 / 255))
     inner = (torch.special.ndtr(above) - torch.special.ndtr(below)).clamp(min=1e-12).log()
-    return torch.where(
-        x < -0.999,
-        torch.special.log_ndtr(above),
-        torch.where(x > 0.999, torch.special.log_ndtr(-below), inner),
-    )
+    inner = torch.where(x > 0.999, torch.special.log_ndtr(-below), inner)
+    return torch.where(x < -0.999, torch.special.log_ndtr(above), inner)

@@ -51,7 +51,7 @@ class OptimalPrecond(EDMPrecond):
 
     Args:
         posterior_mean: posterior_mean(x_t, alpha, sigma, class_labels) -> E[x | x_t, class].
-        path: [EDM]'s, or the one of an objective that predicts the clean latents.
+        path: the objective's path; the objective must predict the clean latents, as edm and x0 do.
     """
 
     def __init__(

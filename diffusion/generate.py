@@ -1,6 +1,6 @@
 """Generate latents, each from its own seed, and count the network evaluations that they take.
 
-A sample depends on its seed alone. In batches of the same size it is bitwise the same.
+A sample depends only on its seed, and is bitwise reproducible in batches of the same size.
 """
 
 from collections import Counter

@@ -25,7 +25,7 @@ COST_KEYS = ("network_evaluations", "flops")
 
 
 class Images(Protocol):
-    """Images in memory, in files, or drawn from a network.
+    """Images in memory, in files, or sampled from a network.
 
     Args:
         count: number of images.
@@ -64,7 +64,7 @@ class FeatureSet:
     """Statistics of the features of a set of images: features[FeatureStatistics, "pool"].mean.
 
     Args:
-        cost: mean cost of an image, see COST_KEYS; None: the images were not drawn from a network.
+        cost: mean cost of an image, see COST_KEYS; None: the images were not sampled from a network.
         images_sha256: hash of the parts' image hashes.
         labels: requested classes (N,); None: the images have no labels.
     """

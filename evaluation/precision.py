@@ -1,4 +1,4 @@
-"""Strict fp32 for scores, also if training and sampling use TF32."""
+"""Strict fp32 for scores, even if training and sampling use TF32."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -37,7 +37,7 @@ class Scores:
 
     num_images: int = 0
     images_sha256: str = ""  # hash of the parts' image hashes
-    cost_per_image: dict[str, float] | None = None  # None: the images were not drawn from a network
+    cost_per_image: dict[str, float] | None = None  # None: the images were not sampled
     values: dict[str, float] = field(default_factory=dict)
     standard_errors: dict[str, float] = field(default_factory=dict)  # over the samples, see intervals.py
     higher_is_better: list[str] = field(default_factory=list)  # names of scores

@@ -288,7 +288,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def check_request(request: FinetuneConfig) -> None:
-    """Raise ValueError for values that are wrong with any files."""
+    """Raise ValueError for values that are invalid for any inputs."""
     check_not_negative("seed", request.seed)
     for key in POSITIVE:
         check_positive(key, getattr(request, key))
@@ -447,7 +447,7 @@ def build_trainer(
 def _prepare(net: Net, request: FinetuneConfig, launch: Launch) -> nn.Module:
     if request.parallel == "fsdp":
         base = net.transformer if request.train == "full" else net.transformer.get_base_model()
-        blocks = [block for spec in adapter_of(base).block_lists for block in spec.of(base)]
+        blocks = [block for spec in adapter_of(base).block_lists for block in spec.blocks(base)]
         shard(net, blocks, launch, launch.world_size, torch.float32)
         return net
     # Frozen weights are equal on all ranks and need no broadcast.

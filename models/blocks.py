@@ -63,8 +63,8 @@ class DiTBlock(nn.Module):
         """
         modulation = self.adaLN_modulation(c).chunk(6, dim=-1)
         shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = modulation
-        of_prefix = () if bias is None or text is not None else (pad(bias, (0, x.shape[1] - bias.shape[3])),)
-        x = x + gate_msa * self.attn(modulate(self.norm1(x), shift_msa, scale_msa), positions, *of_prefix)
+        biases = () if bias is None or text is not None else (pad(bias, (0, x.shape[1] - bias.shape[3])),)
+        x = x + gate_msa * self.attn(modulate(self.norm1(x), shift_msa, scale_msa), positions, *biases)
         if self.cross is not None and text is not None and bias is not None:
             x = x + self.cross(x, text, bias)
         return x + gate_mlp * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
@@ -83,7 +83,7 @@ class DiTBlock(nn.Module):
 
 
 class SelfLogitBlock(DiTBlock):
-    """DiT block that corrects each token's attention to itself in a window to its weight among all tokens."""
+    """DiT block that corrects the self logit in a window, so that it weighs as much as among all tokens."""
 
     allows_prefix = False
 

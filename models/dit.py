@@ -11,7 +11,7 @@ kept by a route, D channels of a token, S tokens of a caption.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -47,6 +47,37 @@ from routing import (
 from runtime.errors import check_choice, check_index, check_not_negative, check_positive
 
 MAX_DEPTH = 1000  # so that a configuration from outside cannot take all memory
+
+
+class _Sequence(NamedTuple):
+    """Tokens that pass blocks together.
+
+    Args:
+        x: (N, K, D) tokens.
+        ids: (N, K) their positions; None: all tokens.
+        inputs: what a block takes besides the tokens.
+    """
+
+    x: torch.Tensor
+    ids: torch.Tensor | None
+    inputs: tuple[Any, ...]
+
+
+def _merge(sequences: Sequence[_Sequence], original: torch.Tensor) -> torch.Tensor:
+    """Put the tokens of sequences into the sequence before the window, `original` (N, L, D)."""
+    for x, ids, _ in sequences:
+        original = x if ids is None else end_route(x, ids, original)
+    return original
+
+
+def _processed(sequences: Sequence[_Sequence], original: torch.Tensor) -> torch.Tensor | None:
+    """Return a bool mask (N, L) of the tokens that a block processes; None: all."""
+    processed = torch.zeros(original.shape[:2], device=original.device)
+    for _, ids, _ in sequences:
+        if ids is None or len(sequences) > 1:
+            return None
+        processed = processed.scatter(1, ids, 1.0)
+    return processed.bool()
 
 
 class DiT(Backbone):
@@ -193,8 +224,8 @@ class DiT(Backbone):
         if conditioning == "prefix" and not isinstance(self.blocks[0].attn, Attention):
             raise ValueError("model/conditioning=prefix needs a block with attention, which can mask padding")
         if conditioning == "cross":
-            for each in self.blocks:
-                each.cross = TextAttention(hidden_size, num_heads, attention, num_text_tokens)
+            for layer in self.blocks:
+                layer.cross = TextAttention(hidden_size, num_heads, attention, num_text_tokens)
         added = torch.zeros(1, num_prefix_tokens + self.num_tokens, hidden_size)  # (1, L, D)
         if pos_embed is not None:
             added[:, num_prefix_tokens:] = pos_embed
@@ -230,8 +261,8 @@ class DiT(Backbone):
         if zero:
             # Every block starts as the identity, and the network starts at F_x = 0.
             finals = [layer for layer in (self.final_layer, self.inner_layer) if layer is not None]
-            of_head = () if self.head is None else self.head.blocks
-            for part in (*self.blocks, *of_head, *finals):
+            head_blocks = () if self.head is None else self.head.blocks
+            for part in (*self.blocks, *head_blocks, *finals):
                 nn.init.zeros_(part.adaLN_modulation.get_parameter("1.weight"))
             for layer in finals:
                 nn.init.zeros_(layer.linear.weight)
@@ -270,6 +301,7 @@ class DiT(Backbone):
         routing = Routing() if routing is None else routing
         ratios = routing.ratios(self.routes, active=self.training)
         starts = {route.start_layer_idx: i for i, route in enumerate(self.routes)}
+        ends = {route.end_layer_idx: i for i, route in enumerate(self.routes)}
         P = self.num_prefix_tokens
 
         labels = self._labels(class_labels, generator)
@@ -280,45 +312,35 @@ class DiT(Backbone):
         c = t if self.y_embedder is None else t + self.y_embedder(labels).unsqueeze(1)  # (N, 1 or L, D)
         if self.pool_text and text is not None and bias is not None:
             c = t + mean_token(text, bias)  # (N, 1 or L, D)
-        caption: tuple[Any, ...] = () if bias is None else (bias,) if self.text_is_prefix else (bias, text)
-        dense_arguments = (c, self.positions, *caption)  # what a block takes besides x
-        arguments: tuple[Any, ...] = dense_arguments
-        i, end_idx, ids_keep, original, skipping, after_route = 0, None, None, x, False, False
-        other = None  # the second sequence of window=separate, and its positions
-        inner, self.projected = None, None
+        caption = () if bias is None else (bias,) if self.text_is_prefix else (bias, text)
+        inputs: tuple[Any, ...] = (c, self.positions, *caption)  # what a block takes besides the tokens
+        # One sequence outside windows; in a window also two (window=separate), or none if it is skipped.
+        sequences, original, ids_keep = [_Sequence(x, None, inputs)], x, None
+        after_route, inner, self.projected = False, None, None
         for idx, block in enumerate(self.blocks):
-            if idx in starts:
-                i = starts[idx]
-                end_idx, original, ids_keep = self.routes[i].end_layer_idx, x, None
-                skipping = ratios[i] == 1
+            if (i := starts.get(idx)) is not None:
+                original, ids_keep = sequences[0].x, None
                 if 0 < ratios[i] < 1:
-                    ids_keep = routing.ids_keep(i, ratios[i], x[:, P:], self.router, generator)  # (N, K)
+                    ids_keep = routing.ids_keep(i, ratios[i], original[:, P:], self.router, generator)
                     ids_keep = with_prefix(ids_keep, P)  # (N, P + K)
-                    if self.window == "separate" and ids_keep.shape[1] < x.shape[1]:
-                        ids_other = other_tokens(ids_keep, x.shape[1])  # (N, T - K)
-                        other = start_route(x, ids_other), ids_other
-                    if self.window != "context":
-                        x = start_route(x, ids_keep)  # (N, P + K, D)
-                        arguments = (*self._gather_inputs(ids_keep, c), *caption)
-            if not skipping:
-                x = self._run(block, x, *arguments, fp32=after_route and self.fp32_after_route)
-                if other is not None:
-                    other_arguments = (*self._gather_inputs(other[1], c), *caption)
-                    other = self._run(block, other[0], *other_arguments, fp32=False), other[1]
+                sequences = [] if ratios[i] == 1 else self._split(original, ids_keep, inputs)
+            fp32 = after_route and self.fp32_after_route
+            sequences = [s._replace(x=self._run(block, s.x, *s.inputs, fp32=fp32)) for s in sequences]
             after_route = False
             if idx in (self.inner_head, self.projector_block):
-                tokens = self._full_sequence(x, ids_keep, original, other)[:, P:]  # (N, T, D)
+                tokens = _merge(sequences, original)[:, P:]  # (N, T, D)
                 inner = tokens if idx == self.inner_head else inner
                 if self.training and self.projector is not None and idx == self.projector_block:
-                    self.projected = self.projector(tokens), self._is_kept(ids_keep, skipping, tokens)
-            if idx == end_idx:
-                after_route = ids_keep is not None
-                if ids_keep is not None and self.window == "context":
-                    x = start_route(x, ids_keep)  # (N, P + K, D)
-                if other is not None:
-                    original, other = end_route(*other, original), None  # (N, T, D)
-                x = self.rejoins[i](None if skipping else x, ids_keep, original, generator)  # (N, L, D)
-                arguments, skipping, ids_keep = dense_arguments, False, None
+                    processed = _processed(sequences, original)
+                    self.projected = self.projector(tokens), None if processed is None else processed[:, P:]
+            if (i := ends.get(idx)) is not None:
+                after_route, routed = ids_keep is not None, sequences[0].x if sequences else None
+                if self.window == "context" and ids_keep is not None:
+                    routed = start_route(sequences[0].x, ids_keep)  # (N, P + K, D)
+                original = _merge(sequences[1:], original)  # (N, L, D)
+                x = self.rejoins[i](routed, ids_keep, original, generator)  # (N, L, D)
+                sequences = [_Sequence(x, None, inputs)]
+        x = sequences[0].x
         x, c, t = x[:, P:], *(z[:, P:] if z.shape[1] > 1 else z for z in (c, t))
         last = (x, c) if self.head is None else self.head(latents, x, t, partial(self._run, fp32=False))
         F_x = self._unpatchify(self.final_layer(*last))  # (N, C or 2C, H, W)
@@ -334,7 +356,7 @@ class DiT(Backbone):
             for idx in range(route.start_layer_idx, route.end_layer_idx + 1):
                 if self.window != "context" or kept == 0:  # 0: the window is skipped
                     lengths[idx] = sequences if kept else []
-        blocks = [sum(map(block.flops, each)) for block, each in zip(self.blocks, lengths, strict=True)]
+        blocks = [sum(map(block.flops, sizes)) for block, sizes in zip(self.blocks, lengths, strict=True)]
         rejoins = (P + T) * linear_flops(self.rejoins)
         first = 2 * T * self.x_embedder.proj.weight.numel() + linear_flops(self.t_embedder.mlp[0])
         last = 0
@@ -342,13 +364,13 @@ class DiT(Backbone):
             if layer is not None:
                 modulations = T if self.head is not None and layer is self.final_layer else 1
                 last += T * linear_flops(layer.linear) + modulations * linear_flops(layer.adaLN_modulation)
-        of_head = 0 if self.head is None else self.head.block_flops(T)
+        head_flops = 0 if self.head is None else self.head.block_flops(T)
         if self.head is not None:
-            last += T * self.head.embedding_flops + of_head
+            last += T * self.head.embedding_flops + head_flops
         text = 0 if self.text_embedder is None else self.text_embedder.flops()
         forward = first + text + linear_flops(self.t_embedder.mlp[2]) + sum(blocks) + rejoins + last
         # Backward: a forward each for gradients of weights and of inputs, which the first layers do not need.
-        recomputed = sum(blocks) + of_head if self.gradient_checkpointing else 0
+        recomputed = sum(blocks) + head_flops if self.gradient_checkpointing else 0
         training = 3 * forward - first + recomputed
         if self.projector is not None:
             training += 3 * T * linear_flops(self.projector) + self.target_flops
@@ -356,32 +378,21 @@ class DiT(Backbone):
         fp32 = sum(blocks[idx] for idx in after if idx < len(blocks)) if self.fp32_after_route else 0
         return Flops(forward, training, (4 if self.gradient_checkpointing else 3) * fp32)
 
-    def _gather_inputs(self, ids: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gather the conditioning and the position table of the tokens at positions `ids` (N, K)."""
-        positions = None if self.positions is None else gather_tokens(self.positions, ids)
-        return (c if c.shape[1] == 1 else gather_tokens(c, ids)), positions
-
-    def _full_sequence(
-        self,
-        x: torch.Tensor,
-        ids_keep: torch.Tensor | None,
-        original: torch.Tensor,
-        other: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Return the sequence (N, L, D) inside a window: bypassing tokens as they entered it."""
-        if ids_keep is None or x.shape[1] == original.shape[1]:
-            return x
-        return end_route(x, ids_keep, original if other is None else end_route(*other, original))
-
-    def _is_kept(
-        self, ids_keep: torch.Tensor | None, skipping: bool, tokens: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Return the image tokens (N, T) bool that a block processed; None: all."""
-        if self.window != "bypass" or (ids_keep is None and not skipping):
-            return None
-        P, T = self.num_prefix_tokens, self.num_tokens
-        kept = torch.zeros(len(tokens), P + T, device=tokens.device)
-        return (kept if ids_keep is None else kept.scatter(1, ids_keep, 1.0))[:, P:].bool()
+    def _split(
+        self, x: torch.Tensor, ids_keep: torch.Tensor | None, inputs: tuple[Any, ...]
+    ) -> list[_Sequence]:
+        """Return the sequences of a window, from x (N, L, D) and the positions that a route keeps."""
+        if ids_keep is None or self.window == "context":
+            return [_Sequence(x, None, inputs)]
+        parts = [ids_keep]
+        if self.window == "separate" and ids_keep.shape[1] < x.shape[1]:
+            parts.append(other_tokens(ids_keep, x.shape[1]))  # (N, T - K)
+        sequences, (c, positions, *caption) = [], inputs
+        for ids in parts:
+            part_c = c if c.shape[1] == 1 else gather_tokens(c, ids)
+            part_positions = None if positions is None else gather_tokens(positions, ids)
+            sequences.append(_Sequence(start_route(x, ids), ids, (part_c, part_positions, *caption)))
+        return sequences
 
     def _embed(self, x: torch.Tensor, text: torch.Tensor | None = None) -> torch.Tensor:
         # fp32: autocast must not make the residual stream bf16. Contiguous: the patches are a transposed view

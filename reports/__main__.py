@@ -14,6 +14,7 @@ from pathlib import Path
 from reports.page import comparison_notes, page
 from reports.runs import Run, as_csv, as_text, changes, group_runs, printable, sections, table
 from runtime.config import command, run_main
+from runtime.errors import check_positive
 from runtime.files import write_text
 from training.run_folder import RunFolder
 
@@ -35,8 +36,7 @@ def write_reports(config: ReportsConfig) -> None:
     Raises:
         ValueError: none of the runs can be read.
     """
-    if config.refresh_sec is not None and not config.refresh_sec > 0:
-        raise ValueError(f"refresh_sec={config.refresh_sec} must be above 0")
+    check_positive("refresh_sec", config.refresh_sec)
     while True:
         patterns = map(Path, config.runs)
         paths = [sorted(p.parent.glob(p.name)) if "*" in p.name else [p] for p in patterns]

@@ -16,7 +16,7 @@ class Effect(NamedTuple):
     """A difference of means over n seeds with its 95 % interval and its p.
 
     Args:
-        seeds: number of seeds of each arm that would decide the difference, if it is as large as it is here.
+        seeds: number of seeds per arm that would decide a difference of this size, up to MAX_SEEDS.
     """
 
     n: int
@@ -39,7 +39,7 @@ class Effect(NamedTuple):
 def effect_of(
     groups: Sequence[Sequence[float]], signs: Sequence[int], others: Sequence[Sequence[float]] = ()
 ) -> Effect:
-    """Return the signed sum of the means of some groups, by Student's t.
+    """Return the signed sum of group means, with its interval by Student's t.
 
     The spread is pooled over these and other groups unless Bartlett's test finds it unequal; then each group
     has its own, and degrees of freedom are Welch's.

@@ -76,7 +76,7 @@ class Routing:
             raise ValueError(f"force_keep={self.force_keep!r} must be a tensor")
 
     def ratios(self, routes: Sequence[Route], active: bool) -> tuple[float, ...]:
-        """Return the ratio of each route. If `selection_ratio` is None: its own if `active`, else 0.
+        """Return the ratio of each route. `selection_ratio=None`: the route's ratio if `active`, else 0.
 
         Raises:
             ValueError: a ratio is outside [0, 1], or the number of ratios is not the number of routes.

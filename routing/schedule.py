@@ -27,10 +27,10 @@ class RoutePlan:
         routes: the routes of the network.
         num_tokens: T, the number of tokens that may bypass.
         total_steps: number of training steps.
-        schedule: `constant`, or the shape of a factor on every ratio that goes from `start_factor` to
-            `end_factor`: `linear` or `cosine`.
-        start_factor: None is 1.
-        end_factor: required unless the schedule is constant.
+        schedule: `constant`; or `linear` or `cosine`: a factor on all ratios goes from `start_factor` to
+            `end_factor` in this shape.
+        start_factor: first factor; None: 1.
+        end_factor: last factor; required unless the schedule is constant.
         num_levels: number of values that the factor takes.
         off_last_steps: number of dense steps at the end; the schedule ends before them. None: no dense steps.
         force_keep_overflow: what happens if a sample forces more than K tokens to stay. `grow` raises K for
@@ -66,7 +66,9 @@ class RoutePlan:
             for route in self.routes:
                 if not 0 <= round(factor * route.selection_ratio, RATIO_DIGITS) < 1:
                     product = f"{factor} times selection_ratio={route.selection_ratio}"
-                    raise ValueError(f"routing.{key}={product} of {_name(route)} must be in [0, 1)")
+                    # Blocks, not an index: the network sorts its routes.
+                    name = f"the route of blocks {route.start_layer_idx} to {route.end_layer_idx}"
+                    raise ValueError(f"routing.{key}={product} of {name} must be in [0, 1)")
         if self.schedule != "constant" and self.end_factor is None:
             raise ValueError(f"routing.schedule={self.schedule} needs routing.end_factor, the final factor")
         if self.schedule != "constant" and self.num_levels < 2:
@@ -81,7 +83,8 @@ class RoutePlan:
         """
         if self.off_last_steps and step >= self.total_steps - self.off_last_steps:
             return (0.0,) * len(self.routes)
-        ratios = self._levels()[self._level(step)]
+        levels, active_steps = self._levels(), self.total_steps - (self.off_last_steps or 0)
+        ratios = levels[min(step * len(levels) // active_steps, len(levels) - 1)]
         if self.force_keep_overflow != "grow":
             return ratios
         return tuple(grow_ratio(ratio, self.num_tokens, num_forced) for ratio in ratios)
@@ -121,10 +124,6 @@ class RoutePlan:
             total = total + (num_forced - K).clamp(min=0).sum()
         return total
 
-    def _level(self, step: int) -> int:
-        active_steps = self.total_steps - (self.off_last_steps or 0)
-        return min(step * len(self._levels()) // active_steps, len(self._levels()) - 1)
-
     def _levels(self) -> list[tuple[float, ...]]:
         """Return the ratios of all routes at each level of the schedule, first to last."""
         if self.schedule == "constant" or self.end_factor is None:
@@ -154,11 +153,6 @@ def grow_ratio(selection_ratio: float, num_tokens: int, num_forced: int) -> floa
             f"num_forced={num_forced} must be at most num_tokens={num_tokens}: count without the prefix"
         )
     return next(r for r in _buckets(selection_ratio) if num_tokens_kept(num_tokens, r) >= num_forced)
-
-
-def _name(route: Route) -> str:
-    # The network sorts its routes by layer, so an index may not be the one in the configuration.
-    return f"the route of blocks {route.start_layer_idx} to {route.end_layer_idx}"
 
 
 def _buckets(selection_ratio: float) -> list[float]:

@@ -1,1 +1,1 @@
-"""The ground floor: files, locks, ranks, errors, Hydra. It imports no other package of this project."""
+"""Shared utilities: files, locks, ranks, errors, Hydra. Imports no other package of this project."""

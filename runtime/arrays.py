@@ -68,11 +68,6 @@ def map_array(file: Path) -> np.ndarray:
         return np.load(file, mmap_mode="r", allow_pickle=False)
 
 
-def parse_array(data: bytes) -> np.ndarray:
-    """Read an .npy from the content of its file."""
-    return read_array(io.BytesIO(data), len(data))
-
-
 def member_size(archive: zipfile.ZipFile, name: str) -> int:
     """The size of a member of an .npz in bytes."""
     member = archive.getinfo(name)

@@ -45,7 +45,7 @@ def options_first(arguments: Sequence[str]) -> list[str]:
 
 
 def _quote(override: str) -> str:
-    """Quote a prompt, so that Hydra takes its commas, brackets and apostrophes as letters."""
+    """Quote a prompt, so that Hydra takes its commas, brackets and apostrophes literally."""
     key, _, value = override.partition("=")
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if key != "prompt" or value == "null" or is_quoted:
@@ -90,7 +90,7 @@ def is_of_hydra(error: BaseException) -> bool:
 
 
 def _unknown_key(key: str) -> str:
-    """Name the options that have a key, or else the nearest key: one with the same last name, or similar."""
+    """Name the options that have a key, or else a key with the same last part or a similar name."""
     stored = ConfigStore.instance().repo
     schemas = [stored[name].node for name in stored if name.endswith(f"{SCHEMA}.yaml")]
     in_schemas = {name for schema in schemas for name, _ in walk(OmegaConf.to_container(schema))}

@@ -13,7 +13,7 @@ def check_not_negative(key: str, value: float) -> None:
 
 
 def check_positive(key: str, value: float | None, otherwise: str = "") -> None:
-    """Raise a ValueError unless the value is greater than 0, or None; `otherwise` names other values."""
+    """Raise a ValueError unless the value is greater than 0, or None; `otherwise` ends the message."""
     if value is not None and not value > 0:
         raise ValueError(f"{key}={value} must be greater than 0{otherwise}")
 

@@ -87,9 +87,7 @@ def files_in(folder: Path) -> Iterator[str]:
         status, inside = Path(path).stat(), Path(path).relative_to(folder)
         identity = status.st_dev, status.st_ino
         if identity in seen:
-            raise ValueError(
-                f"{path} is a folder that is listed already, under another name: remove one of the links"
-            )
+            raise ValueError(f"{path} is reached twice, through links: remove one of them")
         seen.add(identity)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         prefix = "" if inside == Path() else f"{inside.as_posix()}/"

@@ -1,4 +1,4 @@
-"""The text of --help: groups in columns, and keys explained by the tables of the pages."""
+"""The text of --help: groups in columns, and keys explained by the tables of README.md files."""
 
 import io
 import re
@@ -45,7 +45,7 @@ def explain(text: str, width: int) -> str:
 
 
 def read_comments(keys: set[str]) -> dict[str, str]:
-    """Read what the tables of the pages say about keys; the table with most of them wins."""
+    """Read the meaning of keys from README.md tables; the table with most of the keys wins."""
     cells = []
     for page in sorted(CONFIGS.parent.glob("*/README.md")):
         for table in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE):

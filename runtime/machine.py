@@ -47,7 +47,7 @@ def start_process(timeout: timedelta | None = None, tf32: bool = True) -> Launch
     # PARITY: TF32 in training and sampling, as in the public code of the field; scores turn it off
     # (evaluation/precision.py).
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
-    _check_launcher()
+    _check_torchrun()
     options = {"timeout": timeout} if timeout else {}
     launch = Launch.of(PartialState(cpu=device_type() == "cpu", **options))
     # Launchers set one thread by default, which is right for a GPU only.
@@ -70,7 +70,7 @@ def device_type() -> str:
     return "cpu" if on_cpu else "cuda"
 
 
-def _check_launcher() -> None:
+def _check_torchrun() -> None:
     """Raise an OSError if torchrun has ended: torch would try to reach its store for half an hour."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun listens before any rank starts
         host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]

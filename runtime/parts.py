@@ -30,7 +30,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Images (n, H, W, C) uint8 of a part; cost: evaluations and FLOPs per image, None if not drawn."""
+    """Images (n, H, W, C) uint8 of a part; cost: evaluations and FLOPs per image; None: not sampled."""
 
     index: int
     images: np.ndarray

@@ -87,9 +87,9 @@ def parse(text: str) -> Caption:
         ValueError: it is not a caption of this data set, or an object could belong to two groups.
     """
     words = " ".join(re.findall("[a-z]+", text.lower()))
-    found = re.search("|".join(("and ", *RELATIONS)), words)
+    relation = re.search("|".join(("and ", *RELATIONS)), words)
     groups = tuple(Group(NUMBERS.index(n) + 1, colour or None, s) for n, colour, s in GROUP.findall(words))
-    caption = Caption(groups, found[0].strip() if found else None)
+    caption = Caption(groups, relation[0].strip() if relation else None)
     if len(groups) in (1, 2) and str(caption) == words and not _overlap(groups):
         return caption
     example = "'two red squares left of a blue circle'"

@@ -24,7 +24,7 @@ def load_timm(model: str, file: Path, options: Mapping[str, Any]) -> nn.Module:
         network = timm.create_model(
             model, pretrained=True, pretrained_cfg_overlay={"file": str(file)}, **options
         )
-        with safe_open(file, "pt") as weights:  # timm ignores missing ones where it leaves out the head
+        with safe_open(file, "pt") as weights:  # without a head, timm does not check for missing tensors
             if missing := network.state_dict().keys() - {*weights.keys()}:
                 raise RuntimeError(f"{', '.join(sorted(missing)[:3])} and others are missing")
     except (RuntimeError, SafetensorError, TypeError) as error:  # TypeError: it does not have these options

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.processes import program_parser
-from benchmarks.results import Rows, markdown, read_environment, read_results
+from benchmarks.results import markdown, read_environment, read_results
 from reports.effects import Effect, effect_of
 from runtime.files import write_text
 from runtime.provenance import PROJECT
@@ -33,7 +33,7 @@ NOT_MEASURED = "not measured"
 ALPHA, MIN_GAIN, MIN_PRECISION = 0.05, 0.3, 0.3  # of a claim; of gates b and c
 SAMPLE_SCORES = (*DISTANCES, "label_accuracy", "precision", "recall")  # scores that gates b and c judge
 SCORES = (LOSS, EXCESS, "sharpening", "train_loss", "memorised", "accuracy", "perplexity", *SAMPLE_SCORES)
-ROUNDING = 1e-9  # distances of a set to itself
+ROUNDING = 1e-9  # smaller scores are printed as 0
 FIGURE = "assets/twins.png"
 STACKS, MIXTURE = "stacks-256", "mixture-64"
 
@@ -207,7 +207,7 @@ def _reason(text: str, value: float | None, least: float) -> str:
 
 
 def judge(tests: Sequence[Comparison | Bound], records: Records) -> tuple[str, list[Finding]]:
-    """Return the outcome of a claim and its findings, with p values adjusted for their number."""
+    """Return the outcome of a claim and its findings, with p values adjusted for multiple tests."""
     findings = [finding for test in tests for finding in test.findings(records)]
     # One seed has no interval, and is no test that Holm's method could count.
     testable = [f for f in findings if f.effect and math.isfinite(f.effect.high) and not f.failed_gates]
@@ -258,7 +258,7 @@ def scoreboard(records: Records, about_cost: bool) -> str:
         rows.append(row | {"what would decide it at its own scale": claim.elsewhere})
     if not rows:
         return "These records test no claim."
-    return markdown(rows, dict.fromkeys(rows[0], "{}"), everything=True, text=True)
+    return markdown(rows, everything=True, text=True)
 
 
 def gates_table(records: Records) -> str:
@@ -271,7 +271,7 @@ def gates_table(records: Records) -> str:
             row = {"task": study, "a, losses": failed_gates(records, study, LOSS)["a"]}
             row |= {"a, samples": of_samples["a"], "b": of_samples["b"], "c": of_samples["c"]}
             rows.append({k: v or "passed" for k, v in row.items()})
-    return markdown(rows, dict.fromkeys(rows[0], "{}"), text=True) if rows else ""
+    return markdown(rows, text=True) if rows else ""
 
 
 def searches_table(records: Records) -> str:
@@ -369,7 +369,7 @@ def when_table(records: Records) -> str:
             steps = int(records.rows_of(study, twins[0])[-1]["step"])
             row = {"task": study, "variant": twins[0].partition(", ")[2], "steps": f"{steps:,}"}
             rows.append(row | effects_row(records, study, twins, effects))
-    return effects_table(rows)
+    return markdown(rows, text=True)
 
 
 def mechanism_table(records: Records) -> str:
@@ -380,9 +380,8 @@ def mechanism_table(records: Records) -> str:
     columns |= {key.removeprefix(f"{EXCESS}/"): (key, "end") for key in keys}
     columns |= {key: (key, "end") for key in ("sharpening", "perplexity")}
     arms = [arm for arm in records.arms(MIXTURE) if arm != "dense"]
-    return effects_table(
-        [{"arm": arm} | effects_row(records, MIXTURE, (arm, "dense"), columns) for arm in arms]
-    )
+    rows = [{"arm": arm} | effects_row(records, MIXTURE, (arm, "dense"), columns) for arm in arms]
+    return markdown(rows, text=True)
 
 
 def effects_row(
@@ -401,12 +400,6 @@ def effects_row(
         if effect := compare(records, study, key, arms, at):
             row |= {column: effect.format(is_ratio(key)), "n": row["n"] or effect.n}
     return row
-
-
-def effects_table(rows: Rows) -> str:
-    """Return a table of rows of effects, with left-aligned cells."""
-    columns = dict.fromkeys(key for row in rows for key in row)
-    return markdown(rows, dict.fromkeys(columns, "{}"), text=True)
 
 
 def page(records: Records) -> str:

@@ -40,9 +40,8 @@ def compare(dataset: MixtureDataset, samples: torch.Tensor, labels: torch.Tensor
         `accuracy`: the share of samples whose requested class gives them the highest density.
     """
     stored, classes = dataset.read(dataset.held_out_ids)
-    ours, theirs = dataset.log_density(samples), dataset.log_density(stored)
-    own, real = (
-        log_p.gather(1, given[:, None]).mean() for log_p, given in ((ours, labels), (theirs, classes))
-    )
-    accuracy = (ours.argmax(dim=1) == labels).double().mean()
-    return {"perplexity": ((real - own) / samples[0].numel()).exp().item(), "accuracy": accuracy.item()}
+    log_p, real_log_p = dataset.log_density(samples), dataset.log_density(stored)  # (N, num_classes)
+    sampled = log_p.gather(1, labels[:, None]).mean()
+    real = real_log_p.gather(1, classes[:, None]).mean()
+    accuracy = (log_p.argmax(dim=1) == labels).double().mean()
+    return {"perplexity": ((real - sampled) / samples[0].numel()).exp().item(), "accuracy": accuracy.item()}

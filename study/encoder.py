@@ -2,7 +2,7 @@
 
 No weights of published encoders are available for the study. This network learns on the study's own images,
 without labels, that two distorted views of an image belong together [SimCLR]. It is not DINOv2: its features
-know the shapes of this data set alone. `write_features` stores them in the folder, and their linear probe,
+are learned from this data set alone. `write_features` stores them in the folder, and their linear probe,
 the accuracy of a linear classifier of held-out images, in its manifest.
 """
 

@@ -86,7 +86,7 @@ def measure(task: str) -> Rows:
 
 
 def table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a table in Markdown: scores down, failures across; a notice says if the score calls it worse."""
+    """Return a Markdown table of scores by failures; a noticed failure is marked as better or worse."""
     cells = {(row["score"], row["failure"]): row for row in rows}
     scores, failures = (dict.fromkeys(row[key] for row in rows) for key in ("score", "failure"))
     lines = [f"| score | real images | {' | '.join(f for f in failures if f != NONE)} |"]

@@ -31,7 +31,7 @@ Scores = dict[int, float]  # seed -> score
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """Return p values adjusted for their number, by Holm's method."""
+    """Return p values adjusted for multiple tests by Holm's method."""
     adjusted, largest = [0.0] * len(values), 0.0
     for rank, i in enumerate(np.argsort(values, kind="stable").tolist()):
         largest = max(largest, min(1.0, (len(values) - rank) * values[i]))
@@ -130,17 +130,14 @@ class Records:
         keys = {key for row in self.rows[study] for key in DISTANCES if row.get(key)}
         return next((key for key in DISTANCES if key in keys), None)
 
-    def scales(self, study: str) -> list[str]:
-        """Return the scales of guidance and the widths of averages from which the best is chosen."""
-        settings = dict.fromkeys(row["guidance"] for row in self.rows[study])
-        return [s for s in settings if any(name in s for name in ("cfg", "internal", "std"))]
-
     def resolve_guidance(self, study: str, arm: str, guidance: str) -> str:
         """Resolve `best` to the scale with the lowest mean distance, and to `best` without records."""
         if guidance != "best":
             return guidance
         key, scores = self.distance(study), {}
-        for scale in self.scales(study) if key else ():
+        settings = dict.fromkeys(row["guidance"] for row in self.rows[study] if key)
+        # Scales of guidance, and widths of averages.
+        for scale in (s for s in settings if any(name in s for name in ("cfg", "internal", "std"))):
             if values := self.scores(study, arm, key, guidance=scale):
                 scores[scale] = mean(values.values())
         return min(scores, key=scores.get, default="best")

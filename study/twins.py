@@ -9,7 +9,7 @@ For each arm, or the one whose rate it shares, short trainings on separate seeds
 the lowest held-out dense loss: they double or halve the rate until the best one has a worse neighbour on both
 sides. Then train.py trains the seeds, and fid.py scores samples of chosen checkpoints. OUT gets the runs and
 a record of each study, written after every training. Arms in a record of another machine or torch version are
-not trained again. `--jobs` trainings run at once, on the GPU if there is one. Rows that say `gpu` need one.
+not trained again. `--jobs` trainings run at once, on the GPU if there is one. Studies with gpu=True need one.
 """
 
 import argparse
@@ -71,8 +71,7 @@ class Study:
         lr_of: arms that are trained at the best rate of another arm.
         evaluations: number of evaluations of the held-out loss, each with a checkpoint.
         scales: of classifier-free guidance, at the end; (): do not draw samples.
-        noises: sets of noise with which samples of the best, the last and the equally expensive checkpoint
-            are drawn.
+        noises: number of sets of noise for samples of the best, last and equal-cost checkpoints.
         scored: keys of fid.py by arm, each a sweep of the last checkpoint.
         num_samples, num_steps: of each set of samples.
         features: prepare the data with features of a small encoder (study/encoder.py).
@@ -152,12 +151,7 @@ FIVE_SEEDS = {"search_seeds": (), "seeds": (0, 1, 2, 3, 4), "evaluations": 5}
 # The rate is the best of 0.002 to 0.016 on glyphs, for "dense", "routed" and "dense, Muon" after 300 steps.
 STUDIES["stacks-256"] = Study(
     *("digits", SMALL, STACKS, 500, 0.008),
-    **FIVE_SEEDS,
-    noises=1,
-    scored=SCORE_KEYS,
-    num_samples=500,
-    num_steps=10,
-    features=True,
+    **FIVE_SEEDS | {"noises": 1, "scored": SCORE_KEYS, "num_samples": 500, "num_steps": 10, "features": True},
 )
 # The same scenes at 32, 64 and 128 pixels, with captions in two ways. One head of 64 channels, the size of
 # DiT's heads, makes 1,024 tokens cheaper than several. The rate is the best of 0.001 to 0.008 for "routed,
@@ -178,12 +172,8 @@ for tokens, side in ((64, 32), (256, 64), (1024, 128)):
         **FIVE_SEEDS,
     )
 # 32 pixels again, long enough to follow captions; their kinds as classes, to compare with.
-CAPTION_TASK = {
-    "data": "scenes",
-    "task": ("model.hidden_size=96", "model.num_heads=3", *SCENE_KEYS),
-    "lr": 0.005,
-}
-CAPTION_TASK |= {"search_seeds": (), "noises": 1, "num_steps": 10}
+CAPTION_TASK = {"data": "scenes", "task": ("model.hidden_size=96", "model.num_heads=3", *SCENE_KEYS)}
+CAPTION_TASK |= {"lr": 0.005, "search_seeds": (), "noises": 1, "num_steps": 10}
 STUDIES["captions-64"] = Study(
     arms={arm: keys for arms in CONDITIONING_ARMS.values() for arm, keys in arms.items()},
     **CAPTION_TASK | {"steps": 2000, "evaluations": 10, "scales": (2.0,), "num_samples": 350},
@@ -340,7 +330,7 @@ class Work:
         every = steps if search else self.every
         shared = {"arm": arm, "seed": seed, "lr": f"{lr:g}", "part": "search" if search else "training"}
         keys = [f"data={study.data}", *study.task]
-        # Milestones stay, also if a stopped training saves a checkpoint between two of them.
+        # Milestones stay, even if a stopped training saves a checkpoint between two of them.
         keys += [f"train.{key}={every}" for key in ("eval_every", "save_every", "milestone_every")]
         keys += [*self.keys[arm], f"optimizer.lr={lr:g}"]
         keys += (*TINY, *TINY_DATA.get(study.data, ())) if self.request.tiny else ()

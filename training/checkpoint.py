@@ -78,7 +78,7 @@ class CheckpointFolder:
         partial = self.folder / f".step_{step:08d}.partial"
         self.launch.broadcast_from_main(lambda: self._begin(partial))
         digests = self._write_shards(partial, shards) if shards else {}
-        # Also waits for the first rank.
+        # All ranks wait until the first one has written.
         self.launch.broadcast_from_main(lambda: self._write(step, partial, states, digests))
 
     def load(self, checkpoint: Path, parts: Mapping[str, Part]) -> int:
@@ -125,20 +125,20 @@ class CheckpointFolder:
 
         file = partial / f"shard-{self.launch.rank + 1:05d}-model-00001-of-00001.safetensors"
         try:
-            # Only tensors: anything else would be pickled into the file without a word.
+            # Only tensors: anything else would be pickled into the file silently.
             dcp.save(shards, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
         except dcp.api.CheckpointException as error:  # on all ranks
             self.launch.broadcast_from_main(lambda: shutil.rmtree(partial, ignore_errors=True))
             raise _cause_of(error) from error
         try:
-            found = [(file.name, sha256(file), "")] if file.exists() else []
+            digests = [(file.name, sha256(file), "")] if file.exists() else []
         except OSError as error:  # on this rank alone
-            found = [(file.name, "", str(error))]
-        found = self.launch.gather_items(found)
-        for _, _, failure in found:
+            digests = [(file.name, "", str(error))]
+        digests = self.launch.gather_items(digests)
+        for _, _, failure in digests:
             if failure:
                 raise OSError(failure)
-        return {name: digest for name, digest, _ in found}
+        return {name: digest for name, digest, _ in digests}
 
     def _write(self, step: int, partial: Path, states: Mapping[str, State], digests: dict[str, str]) -> None:
         final = self.folder / f"step_{step:08d}"
@@ -222,7 +222,7 @@ def intact_hint(damaged: Path, names: Iterable[str]) -> str:
 
 
 def _template(like: Mapping[str, torch.Tensor], key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor whose sharding to copy: the one of this key, or the optimizer state's parameter."""
+    """Return the tensor whose sharding to copy: `like[key]`, or the parameter of an optimizer state."""
     template = like.get(key, like.get(key.rpartition("/")[0], tensor))
     return template if template.shape == tensor.shape else tensor
 
@@ -251,12 +251,12 @@ def _read_shards(checkpoint: Path, name: str, like: Mapping[str, torch.Tensor]) 
 
 
 def _cause_of(error: Any) -> BaseException:
-    """Return the error behind a CheckpointException, whose own text has all tracebacks: the first that is not
-    an error of the disk, or else an OSError.
+    """Return the cause of a CheckpointException, whose message is full of tracebacks: the first that is not
+    a disk error, or else an OSError.
     """
     causes = [cause for cause, _ in error.failures.values()]
-    of_disk = (OSError, SafetensorError)  # safetensors raises its own error for a full disk
-    others = (cause for cause in causes if not isinstance(cause, of_disk))
+    disk_errors = (OSError, SafetensorError)  # safetensors raises its own error for a full disk
+    others = (cause for cause in causes if not isinstance(cause, disk_errors))
     return next(others, OSError(str(causes[0])))
 
 

@@ -13,7 +13,7 @@ STATE = ("train_time_sec", "evaluation_time_sec", "longest_sec")
 
 
 class Clock:
-    """Training time without saves and evaluations, the time of all evaluations, and the longest of each."""
+    """Training time without saves and evaluations, evaluation time, and the longest save and evaluation."""
 
     def __init__(self, device: torch.device, guessed_save_sec: float):
         self.device = device

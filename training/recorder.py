@@ -91,16 +91,16 @@ class Recorder:
         self.metrics_file: MetricsFile | None = None
         self.tracker: BackgroundTracker | None = None
         self.bar = tqdm(disable=True)
-        self._kept = {"size": 0, "waiting": ""}
+        self._file_state = {"size": 0, "waiting": ""}
 
     def open(self, tracker: Tracker | None, config: dict[str, Any]) -> None:
         """Open the metrics file, cut back to the loaded checkpoint, and start the tracker."""
-        self.metrics_file = MetricsFile(self.folder.metrics_file, **self._kept, show=self.show)
+        self.metrics_file = MetricsFile(self.folder.metrics_file, **self._file_state, show=self.show)
         self.tracker = None if tracker is None else BackgroundTracker(tracker, self.show, config)
 
     def log(self, step: int, num_images: int, values: Mapping[str, Any]) -> None:
         """Write a line of values; the tracker gets numbers and pictures."""
-        self.check_place()  # a tracker would create a moved folder again
+        self.check_not_moved()  # a tracker would create a moved folder again
         if self.metrics_file and (line := without_pictures(values)):
             self.metrics_file.log({"num_images": num_images, **line}, step)
         if self.tracker:
@@ -119,16 +119,9 @@ class Recorder:
         with tqdm(initial=step, total=total_steps, **options) as self.bar:
             yield
 
-    @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """Show an activity other than training in the progress bar."""
-        self.bar.set_description(what)
-        yield
-        self.bar.set_description("train")
-
-    def check_place(self) -> None:
+    def check_not_moved(self) -> None:
         """Raise Moved on all ranks if the folder was moved or removed."""
-        self.launch.broadcast_from_main(self.folder.check_place)
+        self.launch.broadcast_from_main(self.folder.check_not_moved)
 
     @property
     def closing_sec(self) -> float:
@@ -145,11 +138,11 @@ class Recorder:
     def state_dict(self) -> dict[str, Any]:
         """Return the size of the file and its waiting lines."""
         file = self.metrics_file
-        return self.launch.broadcast_from_main(file.state if file is not None else lambda: self._kept)
+        return self.launch.broadcast_from_main(file.state if file is not None else lambda: self._file_state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the size to which `open` cuts the file back."""
-        self._kept = state
+        self._file_state = state
 
 
 def without_pictures(values: Mapping[str, Any]) -> dict[str, Any]:

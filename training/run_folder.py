@@ -162,7 +162,7 @@ class RunFolder:
             self._lock.release()
             self._lock = None
 
-    def check_place(self) -> None:
+    def check_not_moved(self) -> None:
         """Raise Moved if this process holds the lock and the folder was moved or removed."""
         if self._lock and not self._lock.is_in_place():
             hint = "to resume from its newest checkpoint, run the same command with output_dir=NEW_PATH"
@@ -176,7 +176,7 @@ class RunFolder:
         failure = {"process": rank, "reason": reason, **details}
         rank_file = self.path / f".failure_{rank}.partial"
         try:
-            self.check_place()
+            self.check_not_moved()
             rank_file.write_text(json.dumps(finite(failure)))
             try:
                 os.link(rank_file, self.failure_file)  # atomic: only one rank succeeds
@@ -191,7 +191,7 @@ class RunFolder:
 
     def record_start(self, config: dict[str, Any], details: dict[str, Any], step: int) -> None:
         """Write the configuration and manifest of a run that starts or resumes at `step`."""
-        self.check_place()
+        self.check_not_moved()
         write_text(self.config_file, yaml.safe_dump(config, sort_keys=False))
         old = self.manifest() if step else {}
         if not step:  # an earlier start that saved nothing may have had another configuration
@@ -204,7 +204,7 @@ class RunFolder:
 
     def update(self, fields: dict[str, Any]) -> None:
         """Update fields of the manifest."""
-        self.check_place()
+        self.check_not_moved()
         write_json(self.manifest_file, {**self.manifest(), **fields})
 
 

@@ -1,4 +1,4 @@
-"""Share weights, gradients and optimizer states between the processes of a training (FSDP2).
+"""Shard weights, gradients and optimizer states across processes (FSDP2).
 
 The engine is torch's `fully_shard`, with weights in fp32. If gradients are summed in fp32, too, they are the
 same as under DDP, up to the order of summation. A sharded tensor is a DTensor, of which each process has a
@@ -17,7 +17,7 @@ from runtime.launch import Launch
 
 
 def check_parallel(key: str, parallel: str, world_size: int) -> None:
-    """Raise ValueError if a single process should share its weights."""
+    """Raise ValueError if weights are to be sharded, but there is only one process."""
     if parallel != "ddp" and world_size == 1:
         rule = "needs several processes: start the program with torchrun or accelerate launch"
         raise ValueError(f"{key}={parallel} {rule}")
@@ -26,7 +26,7 @@ def check_parallel(key: str, parallel: str, world_size: int) -> None:
 def shard(
     net: nn.Module, blocks: Iterable[nn.Module], launch: Launch, group_size: int, reduce_dtype: torch.dtype
 ) -> None:
-    """Share the weights of a network between processes, in place: one unit per block, and the rest.
+    """Shard the weights of a network across processes, in place: one unit per block, and one for the rest.
 
     Compile the blocks and copy the network before; build its optimizer after.
 
@@ -60,7 +60,7 @@ def gathered(*nets: nn.Module) -> Iterator[None]:
     """Keep whole weights on every process inside this context, if networks are sharded.
 
     A forward pass does not communicate, and processes may run different numbers of them. `state_dict()` would
-    scatter the weights again.
+    reshard the weights.
     """
     groups: list[Any] = [module for net in nets for module in net.modules() if shares_weights(module)]
     for group in groups:

@@ -73,5 +73,5 @@ def specified_peak(device: torch.device, bf16: bool) -> float | None:
 
 
 def most_graphs(num_lengths: int) -> int:
-    """Return the largest number of compiled graphs: one per length, and another if a block runs in fp32."""
+    """Return a limit on compiled graphs: two per length, because a block may also run in fp32, and 4 more."""
     return 2 * num_lengths + 4

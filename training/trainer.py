@@ -212,9 +212,11 @@ class Trainer:
                 if self.step > self.saved_step:
                     self._save(required=True)
                 return reason
-            self.recorder.check_place()  # evaluators write to the folder
-            with self.recorder.doing("evaluate"), self.clock.timing("evaluation"), gathered(*self.networks):
+            self.recorder.check_not_moved()  # evaluators write to the folder
+            self.recorder.bar.set_description("evaluate")
+            with self.clock.timing("evaluation"), gathered(*self.networks):
                 values |= evaluator(self.step)
+            self.recorder.bar.set_description("train")
         numbers = without_pictures(values)
         if due:  # on all ranks, though only the first has pictures
             timed = {"evaluation_time_sec": self.clock.evaluation_time_sec} if numbers else {}
@@ -236,7 +238,7 @@ class Trainer:
 
     def _save(self, required: bool) -> None:
         """Save; if that fails, raise if `required`, else warn and continue: the disk may have room later."""
-        self.recorder.check_place()
+        self.recorder.check_not_moved()
         try:
             # SYNC: all tensors are copied to the host.
             with self.clock.timing("save"):

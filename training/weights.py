@@ -175,7 +175,7 @@ def _check_entries(content: Mapping[str, Any], entry: str, file: Path) -> None:
 
 
 def _groups(content: Any, num_numbers: int) -> Iterator[tuple[str, set[str]]]:
-    """Yield path and names of each group of tensors, or flat tensor, of at least num_numbers / 2."""
+    """Yield path and names of each collection of tensors, or tensor, of at least num_numbers / 2 elements."""
     todo, seen = [("", content)], set()
     while todo:
         path, node = todo.pop()
@@ -193,7 +193,7 @@ def _groups(content: Any, num_numbers: int) -> Iterator[tuple[str, set[str]]]:
 
 
 def _num_classes(content: Mapping[str, Any]) -> int | None:
-    """Return num_classes from where DiT, SiT and REPA (args) or LightningDiT (config) save it."""
+    """Read num_classes, which DiT, SiT and REPA save under `args`, and LightningDiT under `config`."""
     args, config = content.get("args"), content.get("config")
     args = vars(args) if isinstance(args, argparse.Namespace) else args
     for node in (args, config.get("data") if isinstance(config, dict) else None):

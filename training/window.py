@@ -87,7 +87,7 @@ class Window:
         self.rows[self.num_rows, BYPASSED] += num_tokens
 
     def add_alignment(self, loss: torch.Tensor) -> None:
-        """Add the share of a micro-batch in the alignment loss of a step, before its weight (0-d)."""
+        """Add a micro-batch's part (0-d) of the alignment loss of a step, without its weight."""
         self.rows[self.num_rows, ALIGNMENT] += loss
 
     def add_step(

@@ -15,7 +15,7 @@ class AutoGuidance(Guidance):
 
     Args:
         weak_run: run folder of the weak network; None: the strong network, weakened by `null_class` or by a
-            subclass. In `sample.py` and `fid.py`, weak_checkpoint alone selects from the sampled run.
+            subclass. In `sample.py` and `fid.py`, weak_checkpoint without weak_run is of the sampled run.
         weak_checkpoint: a step, a name or a path; None: the newest.
         null_class: also give the weak branch the null class, as in classifier-free guidance.
         The other arguments are documented in `Guidance`.

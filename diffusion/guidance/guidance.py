@@ -1,4 +1,4 @@
-"""The base class of all guidance: a strong and a weak prediction, and a step from weak past strong."""
+"""The base class of all guidance: extrapolation from a weak prediction past a strong one."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -56,12 +56,12 @@ def predict(branches: Sequence[Branch], x: Tensor, t: Tensor) -> list[Tensor]:
 
 
 def inputs_of(branch: Branch) -> tuple[Any, ...]:
-    """Identify what a branch gives to its network."""
+    """Return a key that is equal for branches with the same network and inputs."""
     return branch.precond, branch.num_kept, id(branch.class_labels), id(branch.routing)
 
 
 def _forward(branches: Sequence[Branch], x: Tensor, t: Tensor) -> tuple[Tensor, Tensor | None]:
-    # F_x and inner F_x of branches with one network and length, concatenated along the batch.
+    """Evaluate branches that share a network and lengths in one batch: F_x, and F_x of the inner head."""
     first, n = branches[0], len(branches)
     labels, routing = first.class_labels, first.routing
     if labels is not None:

@@ -13,7 +13,7 @@ from diffusion.ddpm import DDPMPath
 from diffusion.path import Path, VPPath
 from runtime.errors import check_not_negative, check_positive
 
-MAX_STEPS = 100_000  # 8 MB of levels
+MAX_STEPS = 100_000  # 0.8 MB of levels
 
 
 def check_num_steps(num_steps: int) -> None:

@@ -57,7 +57,7 @@ class FeatureMetric(Metric):
 
     Args:
         features: name of the detector's features.
-        max_images: use random parts of equal size, at most this many of each set; None: use all images.
+        max_images: use random subsets of equal size, at most this many images each; None: all images.
     """
 
     def __init__(self, features: str, max_images: int | None = None):

@@ -10,7 +10,7 @@ from evaluation.statistics import AllFeatures
 class VendiScore(Metric):
     """The effective number of different samples; it uses no reference.
 
-    N orthogonal features have N, equal features 1.
+    It is N for N orthogonal features, and 1 for equal ones.
 
     Args:
         features: name of the detector's features.

@@ -25,7 +25,7 @@ class Mask(nn.Module):
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         if routed is not None and ids_keep is None:
-            # Other processes wait for the mask token's gradient in every training step.
+            # DDP waits for a gradient of every parameter in every step.
             return routed + 0 * self.mask_token if self.training else routed
         padding = (self.pos_embed + self.mask_token).to(original.dtype).expand_as(original)  # (N, L, D)
         return padding if routed is None or ids_keep is None else end_route(routed, ids_keep, padding)

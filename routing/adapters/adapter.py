@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from routing.routes import prefix_errors
 from routing.tokens import gather_tokens, with_prefix
 
 Arguments = Mapping[str, Any]  # of a forward, by name; arguments that were not given are missing
@@ -83,7 +82,7 @@ class BlockList:
     sequence_first: bool = False
     num_suffix_tokens: Callable[[Any, Arguments], int] | None = None
 
-    def of(self, model: nn.Module) -> Any:
+    def blocks(self, model: nn.Module) -> Any:
         """Return this list of blocks of a model."""
         return model.get_submodule(self.name)
 
@@ -99,15 +98,6 @@ class BlockList:
         """Replace the tokens in the output of a block by x, samples first."""
         x = self.batch_first(x)
         return x if self.output is None else (*output[: self.output], x, *output[self.output + 1 :])
-
-    def gather(self, arguments: Arguments, kept: TokenSelection, block: str) -> dict[str, Any]:
-        """Return the arguments of a block, gathered for the kept tokens; error messages name the `block`."""
-        gathered = {}
-        for key, gather in self.by_token.items():
-            if (value := arguments.get(key)) is not None:
-                with prefix_errors(f"{key} of {block}"):
-                    gathered[key] = gather(value, kept)
-        return {**arguments, **gathered}
 
 
 def plain_forward(kind: type[nn.Module]) -> Callable[..., Any]:
@@ -126,8 +116,8 @@ class Adapter:
     Args:
         block_lists: lists of blocks, in the order in which layers are counted; or a single BlockList.
         accepts: arguments of the model's forward that are supported with routing. All others must keep their
-            defaults. List `routing` and `generator` if the model has these arguments itself: it then gets the
-            generator, and no routing.
+            defaults. List `routing` and `generator` if the model has these arguments itself: `attach` then
+            passes the generator on, but not the routing.
         num_prefix_tokens: function that returns P.
         num_suffix_tokens: function that returns S.
         residuals: arguments that hold a sequence of tensors (N or 1, T + S, D), of which the model adds one

@@ -86,7 +86,7 @@ def attach(
 
     offset = 0
     for spec in adapter.block_lists:
-        blocks = spec.of(model)
+        blocks = spec.blocks(model)
         blocks.__class__ = _routed_list_class(type(blocks))
         blocks.first_idx, blocks.routed_passes = offset, {}
         offset += len(blocks)
@@ -107,9 +107,9 @@ def detach(model: nn.Module) -> None:
         raise ValueError(f"{type(model).__name__} has no routes")
     adapter = model.__dict__.pop("_attached").adapter
     if "plain_forward" in vars(type(model)):  # not in a class that was derived from it (fully_shard)
-        model.__class__ = type(model).__base__  # pyright: ignore (a Module, as above)
+        model.__class__ = type(model).__base__  # pyright: ignore (the base is a Module)
     for spec in adapter.block_lists:
-        blocks = spec.of(model)
+        blocks = spec.blocks(model)
         if _RoutedBlocks in type(blocks).__bases__:  # not if it was replaced
             blocks.__class__ = type(blocks).__bases__[1]
             del blocks.first_idx, blocks.routed_passes
@@ -125,7 +125,7 @@ class _Layer:
 
 
 def _layers(model: nn.Module, spec: BlockList) -> Iterator[_Layer]:
-    blocks = spec.of(model)
+    blocks = spec.blocks(model)
     if not isinstance(blocks, LISTS) or [*blocks] != [blocks[i] for i in range(len(blocks))]:
         kinds = " or ".join(kind.__name__ for kind in LISTS)
         raise ValueError(f"{spec.name} must be a {kinds}, not a {type(blocks).__name__}")
@@ -226,7 +226,7 @@ class _Attached:
         """Let the lists of blocks return wrapped blocks to this thread."""
         lists, thread = [], threading.get_ident()
         for spec in self.adapter.block_lists:
-            blocks, length = spec.of(model), sum(layer.spec is spec for layer in self.layers)
+            blocks, length = spec.blocks(model), sum(layer.spec is spec for layer in self.layers)
             if not isinstance(blocks, _RoutedBlocks) or len(blocks) != length:
                 changed = f"{spec.name} of {type(model).__name__} has changed since attach"
                 raise ValueError(f"{changed} (it had {length} blocks): detach, change it, attach again")
@@ -305,7 +305,7 @@ class _Window:
         x, kept = spec.tokens_of(output), self.kept(spec)
         P = self.num_prefix_tokens if spec.joint else 0
         original = before[:, P:] if self.original is None else self.original
-        # In the dtype that blocks return: under autocast the tokens before them may be narrower.
+        # Use the wider dtype: under autocast, the tokens before a block may be narrower than its output.
         original = original.to(torch.promote_types(original.dtype, x.dtype))
         if (missing := kept.num_tokens - original.shape[1]) != 0:  # the first list has another S
             original = F.pad(original, (0, 0, 0, missing))
@@ -354,7 +354,7 @@ class _Residuals(Sequence):
     """The residuals of a model's blocks, gathered for the current tokens when the model reads them.
 
     Args:
-        values: a sequence, or tensors by the number of the block.
+        values: a sequence, or a dictionary from block index to tensor.
     """
 
     def __init__(self, name: str, values: Any, routed_pass: _RoutedPass):
@@ -374,7 +374,7 @@ class _Residuals(Sequence):
 class _RoutedBlock:
     """A block of a window, called with the kept tokens.
 
-    It refers to its window alone. A reference to the pass would make a cycle with the tensors that gradient
+    It holds its window, not the pass: the pass would form a reference cycle with the tensors that gradient
     checkpointing saves.
     """
 
@@ -408,7 +408,10 @@ class _RoutedBlock:
         kept = window.kept(spec)
         if self._idx == first or window.adapter.whole_between_blocks:
             values[spec.tokens] = spec.batch_first(kept.gather_joint(x) if spec.joint else kept.gather(x))
-        values = spec.gather(values, kept, name)
+        for key, gather in spec.by_token.items():
+            if values.get(key) is not None:
+                with prefix_errors(f"{key} of {name}"):
+                    values[key] = gather(values[key], kept)
         # Positional or by name as in the model, because hooks of the block may read either.
         args = (*(values[key] for key, _ in zip(names, args, strict=False)), *args[len(names) :])
         output = self._block(*args, **{key: values[key] for key in kwargs})

@@ -46,7 +46,7 @@ class _HiddenKeys(TorchFunctionMode):
 
     Args:
         num_first: number of other tokens that attention puts before these. None: all others.
-        alone: True to mask also calls whose queries are these tokens alone, with others in the keys.
+        alone: True to also mask calls whose queries are only these tokens, while keys include others.
         between: True to mask also attention between the blocks of a window.
     """
 
@@ -125,7 +125,7 @@ def prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], rout
 def _prove(model: nn.Module, adapter: Adapter, arguments: Mapping[str, Any], route: Route) -> Proof:
     (route,) = attach(model, [route], adapter=adapter)  # raises if something does not fit
     detach(model)
-    layers = [(spec, block) for spec in adapter.block_lists for block in spec.of(model)]
+    layers = [(spec, block) for spec in adapter.block_lists for block in spec.blocks(model)]
     window = layers[route.start_layer_idx : route.end_layer_idx + 1]
     P, S = adapter.num_prefix_tokens(model, arguments), adapter.num_suffix_tokens_of(model, arguments)
     start = _Tokens(*window[0], P)

@@ -64,7 +64,7 @@ def propose_adapter(
             `image` contains references or padding. The source calls them.
 
     Raises:
-        ValueError: no adapter passed; the message says what was observed.
+        ValueError: no adapter passes the proof; the message has the closest one, or what is missing.
     """
     lists = _watch(model, arguments, image)
     longest = max(lists, key=lambda trace: len(trace.calls))
@@ -101,7 +101,7 @@ def propose_adapter(
             proof = max(proofs, key=lambda proof: proof.dense + proof.routed)
             if all(proof.passes for proof in proofs):  # false for NaN
                 return Proposal(_file(source, [name for name in counters if counters[name]]), adapter, proof)
-            distance, reason = max(proof), f"the routes differ by {max(proof):.1g} of what they change"
+            distance, reason = max(proof), f"the error is {max(proof):.1g} of the change that routes make"
         failed.append((distance, adapter.whole_between_blocks, f"{source}\n{reason}"))
     *_, closest = min(reversed(failed), key=lambda attempt: attempt[:2])
     raise ValueError(
@@ -165,7 +165,7 @@ class _Trace:
 
     def find(self, changed: Mapping[str, Any], before: "_Trace | None") -> None:
         """Find the tokens among the arguments that another image changes. In the first list they are the
-        entries that change; in a later list, the output of the list before it, or a sequence as long.
+        entries that change; in a later list, the output of the previous one, or a sequence of its length.
         """
         for self.sequence_first in (False, True):
             pairs = {name: (x, changed[name]) for name, x in self.calls[0].arguments.items()}

@@ -1,4 +1,4 @@
-"""Keep tokens that are spread evenly: one random token per group of neighbours, then a second. [SPRINT]"""
+"""Keep evenly spread tokens: a random one of each group of neighbours, then a second, and so on. [SPRINT]"""
 
 from math import isqrt
 

@@ -21,7 +21,7 @@ def row_router(
     """Return ids_keep (N, K): random rows; the last one is cut so that K tokens stay.
 
     Args:
-        length: tokens of a row, or of a frame to keep whole frames; None: the side of a square grid.
+        length: number of tokens in a row, or in a frame; None: the side of a square grid.
     """
     T = x.shape[1]
     if length is None and isqrt(T) ** 2 != T:

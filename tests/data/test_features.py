@@ -141,7 +141,7 @@ def test_features_at_each_step_equal_stored_ones(folder, weights, tmp_path):
             "resnet18",
             "FILE",
             ValueError,
-            "encoder of features resnet18 must be one of dinov2_b",
+            "feature encoder resnet18 must be one of dinov2_b",
         ),
         ("dinov2_b", None, FileNotFoundError, "the weights of dinov2_b, None, not found"),
         (MODEL, "none.safetensors", FileNotFoundError, "not found"),

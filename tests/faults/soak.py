@@ -59,7 +59,7 @@ def table(outcomes: dict[str, Outcome]) -> str:
         faults, lost = outcome.kills.total(), len(outcome.lost)
         row = {"variant": name, **{moment: outcome.kills[moment] for moment in MOMENTS}, "faults": faults}
         rows.append(row | {"survived": faults - lost, "lost": lost, "runs compared": outcome.compared})
-    return markdown(rows, dict.fromkeys(rows[0], "{}"))
+    return markdown(rows)
 
 
 if __name__ == "__main__":

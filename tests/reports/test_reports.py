@@ -177,7 +177,7 @@ def test_a_page_is_rewritten_until_the_run_has_finished(run):
     assert seen.result()
     text = file.read_text()
     assert "finished; step 6 of 6" in text and refresh not in text
-    with pytest.raises(ValueError, match=r"refresh_sec=0 must be above 0"):
+    with pytest.raises(ValueError, match=r"refresh_sec=0 must be greater than 0"):
         write_reports(ReportsConfig([str(run)], refresh_sec=0))
 
 

@@ -127,7 +127,7 @@ def used():
             given.setdefault(name, set()).update(arguments)
             processors |= {type(m.processor).__name__ for m in model.modules() if hasattr(m, "processor")}
             for spec in adapter.block_lists:
-                for block in spec.of(model):
+                for block in spec.blocks(model):
                     block.register_forward_pre_hook(note, with_kwargs=True)
             model(**arguments)
     return given, of_blocks, processors

@@ -191,7 +191,7 @@ def test_torch_s_own_causal_layers_are_proved(masks):
 @pytest.mark.parametrize(
     ("model", "samples", "prefix", "message"),
     [
-        (lambda: Stack(Convolving), 2, None, "the routes differ by .* of what they change"),
+        (lambda: Stack(Convolving), 2, None, "the error is .* of the change that routes make"),
         (
             lambda: Stack(Named),
             2,

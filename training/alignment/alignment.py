@@ -74,16 +74,12 @@ class Alignment(ABC):
         build = partial(self.projector, target_size=target_size, grid_size=grid_size)
         net.add_projector(build, self.block, target_flops)
 
-    def is_on(self, step: int) -> bool:
-        """True if the loss counts at a step, from 0."""
-        return self.until_step is None or step < self.until_step
-
     def loss(self, net: Any, x: torch.Tensor, features: torch.Tensor | None, step: int) -> torch.Tensor:
         """Return the loss (N,) of the last forward for clean x (N, C, H, W) and stored features (N, T, F)."""
         predicted, kept = net.projected
         net.projected = None  # its graph would stay in memory
-        if not self.is_on(step):
-            return 0 * predicted.float().mean(dim=(1, 2))  # other processes wait for the projector's gradient
+        if self.until_step is not None and step >= self.until_step:
+            return 0 * predicted.float().mean(dim=(1, 2))  # DDP waits for the projector's gradient
         features = features if self.encode is None else self.encode(x)
         target = self.target(x.float(), features, round(net.num_tokens**0.5))
         if predicted.shape != target.shape:

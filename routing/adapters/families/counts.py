@@ -107,7 +107,7 @@ def joyimage_references(model: Any, arguments: Arguments) -> int:
 
 
 def ltx_2_references(model: Any, arguments: Arguments) -> int:
-    """Count the tokens of keyframes and references after the video, whose size is given."""
+    """Count the tokens of keyframes and references after the video; 0 if its size is not given."""
     sizes = [arguments[name] for name in ("num_frames", "height", "width") if arguments.get(name)]
     return arguments["hidden_states"].shape[1] - math.prod(sizes) if len(sizes) == 3 else 0
 

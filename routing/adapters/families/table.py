@@ -79,7 +79,7 @@ ROWS = {
         num_prefix_tokens=length(TEXT),
         num_suffix_tokens=num_reference_tokens(0),
     ),
-    # One sequence: gist tokens, which summarize the text, the image, and images to edit.
+    # One sequence: gist tokens (a summary of the text), the image, and images to edit.
     "BriaFibo2Transformer2DModel": Adapter(
         BlockList(
             "layers",
