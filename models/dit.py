@@ -47,20 +47,15 @@ from routing import (
 from runtime.errors import check_choice, check_index, check_not_negative, check_positive
 
 MAX_DEPTH = 1000  # so that a configuration from outside cannot take all memory
+Inputs = tuple[Any, ...]  # what a block takes besides tokens: conditioning, positions, and the caption's
 
 
 class _Sequence(NamedTuple):
-    """Tokens that pass blocks together.
+    """Tokens that pass blocks together."""
 
-    Args:
-        x: (N, K, D) tokens.
-        ids: (N, K) their positions; None: all tokens.
-        inputs: what a block takes besides the tokens.
-    """
-
-    x: torch.Tensor
-    ids: torch.Tensor | None
-    inputs: tuple[Any, ...]
+    x: torch.Tensor  # (N, K, D)
+    ids: torch.Tensor | None  # (N, K) their positions; None: all tokens
+    inputs: Inputs
 
 
 def _merge(sequences: Sequence[_Sequence], original: torch.Tensor) -> torch.Tensor:
@@ -313,7 +308,7 @@ class DiT(Backbone):
         if self.pool_text and text is not None and bias is not None:
             c = t + mean_token(text, bias)  # (N, 1 or L, D)
         caption = () if bias is None else (bias,) if self.text_is_prefix else (bias, text)
-        inputs: tuple[Any, ...] = (c, self.positions, *caption)  # what a block takes besides the tokens
+        inputs = (c, self.positions, *caption)
         # One sequence outside windows; in a window also two (window=separate), or none if it is skipped.
         sequences, original, ids_keep = [_Sequence(x, None, inputs)], x, None
         after_route, inner, self.projected = False, None, None
@@ -378,9 +373,7 @@ class DiT(Backbone):
         fp32 = sum(blocks[idx] for idx in after if idx < len(blocks)) if self.fp32_after_route else 0
         return Flops(forward, training, (4 if self.gradient_checkpointing else 3) * fp32)
 
-    def _split(
-        self, x: torch.Tensor, ids_keep: torch.Tensor | None, inputs: tuple[Any, ...]
-    ) -> list[_Sequence]:
+    def _split(self, x: torch.Tensor, ids_keep: torch.Tensor | None, inputs: Inputs) -> list[_Sequence]:
         """Return the sequences of a window, from x (N, L, D) and the positions that a route keeps."""
         if ids_keep is None or self.window == "context":
             return [_Sequence(x, None, inputs)]
