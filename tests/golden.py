@@ -18,17 +18,9 @@ import numpy as np
 from tests.programs import start
 from tests.runs import metrics
 
-FIXED = (
-    *(
-        "model.hidden_size=32",
-        "model.num_heads=4",
-        "model.depth=8",
-        "train.batch_size=8",
-        "train.total_steps=8",
-    ),
-    *("train.log_every=1", "train.save_every=4", "train.eval_every=4", "train.sample_every=null"),
-    *("train.mixed_precision=no", "train.compile=false", "evaluation=none"),
-)
+FIXED = ("model.hidden_size=32", "model.num_heads=4", "model.depth=8", "train.batch_size=8")
+FIXED += ("train.total_steps=8", "train.log_every=1", "train.save_every=4", "train.eval_every=4")
+FIXED += ("train.sample_every=null", "train.mixed_precision=no", "train.compile=false", "evaluation=none")
 SETTINGS = {
     "routed": ("model=tread",),
     "dense": ("model=dit",),

@@ -27,8 +27,3 @@ def growing_masks(count):
         for token in range(entry % 17):
             masks[entry, 2 * (token // 4), 2 * (token % 4)] = 200
     return masks
-
-
-def numbered(count):
-    """Stored latents (count, 2, 4, 8, 8) filled with the number of their entry, 100 more in the flip."""
-    return np.add.outer(np.add.outer(np.arange(count), [0, 100]), np.zeros((4, 8, 8)))

@@ -2,25 +2,15 @@
 
 import torch
 
-from models import DiT
-from models.blocks import (
-    DiTBlock,
-    LightningBlock,
-    MambaBlock,
-    ModernBlock,
-    RWKVBlock,
-    SelfLogitBlock,
-    SprintBlock,
-)
+from models import DiT, blocks
 from routing import Route
 
 PAPER = Route(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-4)
 # hidden_size, depth, num_heads of the paper's networks
 SIZES = {"s": (384, 12, 6), "b": (768, 12, 12), "l": (1024, 24, 16), "xl": (1152, 28, 16)}
-
-
-BLOCKS = {"dit": DiTBlock, "sprint": SprintBlock, "modern": ModernBlock, "lightning": LightningBlock}
-BLOCKS |= {"mamba": MambaBlock, "rwkv": RWKVBlock, "self_logit": SelfLogitBlock}
+BLOCKS = {"dit": blocks.DiTBlock, "sprint": blocks.SprintBlock, "modern": blocks.ModernBlock}
+BLOCKS |= {"lightning": blocks.LightningBlock, "mamba": blocks.MambaBlock, "rwkv": blocks.RWKVBlock}
+BLOCKS |= {"self_logit": blocks.SelfLogitBlock}
 
 
 def small_dit(routes=(), num_classes=10, depth=8, block="dit", **arguments):

@@ -281,10 +281,7 @@ ARRAYS = {
 ARRAY_DAMAGE = {
     "objects": (lambda *_: OBJECTS, "."),
     "a pickle": (lambda *_: PICKLE, "."),
-    "a shape": (
-        declared,
-        "bytes, its shape .* needs|must be .*: of another network|must be a hash|than file size",
-    ),
+    "a shape": (declared, "its shape .* needs|must be .*: of another network|must be a hash|than file size"),
     "a header": (
         lambda *_: b"\x93NUMPY" + struct.pack("<BBI", 2, 0, 2**30) + b" " * 100,
         "declares a header of .* bytes, must be at most 10000",
@@ -302,10 +299,8 @@ JSON_DAMAGE = {
     "depth": (NESTED, "."),
     "length": (b"{}" + b" " * (17 * 2**20), "more than .* bytes"),
 }
-TARS = {
-    "tread_wds": (tread, lambda write: write(Path("w.tar"))),
-}
-NOTES = "takes? more than .* bytes"
+TARS = {"tread_wds": (tread, lambda write: write(Path("w.tar")))}
+NOTES = "has more than .* bytes"
 TAR_DAMAGE = {
     "a note": (noted, NOTES),
     "a note of pax": (partial(noted, kind=tarfile.XHDTYPE), NOTES),
@@ -322,10 +317,7 @@ WEIGHTS_DAMAGE = {
     "objects": (lambda name: saved({"fc.weight": Malicious()}, name), "."),
     "compression": (repacked, "is compressed, must be stored, as torch.save does"),
     "two directories": (two_directories, "does not end as files that torch.save writes"),
-    "a comment": (
-        lambda name: repacked(name, zipfile.ZIP_STORED, tail=b"PK"),
-        "does not end as files that torch.save writes",
-    ),
+    "a comment": (lambda name: repacked(name, zipfile.ZIP_STORED, tail=b"PK"), "does not end as files that"),
     "members that overlap": (overlapping, "declares .* bytes, but has "),
     "one number for many": (
         lambda name: saved({"fc.weight": torch.zeros(1).expand(HUGE)}, name),

@@ -25,19 +25,9 @@ from training.run_folder import RunFolder
 
 speed.REPEATS = 1  # of timed steps: which ones are faster does not matter here
 # Four-channel random latents, a network of 16 tokens, six steps: a second on a CPU.
-TINY = (
-    "data=synthetic",
-    "model.hidden_size=32",
-    "model.num_heads=4",
-    "model.patch_size=2",
-    "train.total_steps=6",
-    "train.batch_size=8",
-    "train.log_every=3",
-    "train.save_every=2",
-    "train.eval_every=null",
-    "train.mixed_precision=no",
-    "train.compile=false",
-)
+TINY = ("data=synthetic", "model.hidden_size=32", "model.num_heads=4", "model.patch_size=2")
+TINY += ("train.total_steps=6", "train.batch_size=8", "train.log_every=3", "train.save_every=2")
+TINY += ("train.eval_every=null", "train.mixed_precision=no", "train.compile=false")
 # Fields of metrics.jsonl that a clock or the machine gives.
 CLOCKS = ("images_per_sec", "train_time_sec", "evaluation_time_sec", "tflops_per_sec", "peak_memory_gib")
 
@@ -118,17 +108,6 @@ def metrics(folder, clocks=False):
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     hidden = () if clocks else CLOCKS
     return [{key: value for key, value in line.items() if key not in hidden} for line in lines]
-
-
-def runs_to_compare(folder):
-    """Train dense and routed tiny runs, two seeds each, with pictures and losses; return their folders."""
-    runs = []
-    for model in ("dit", "tread"):
-        for seed in (0, 1):
-            watched = ("train.eval_every=3", "train.sample_every=3", "sampler.num_steps=1")
-            tiny_run(folder / f"{model}_{seed}", f"model={model}", f"seed={seed}", *watched)
-            runs.append(folder / f"{model}_{seed}")
-    return runs
 
 
 def open_weights_file(file, objective=None, latents=None):

@@ -105,6 +105,7 @@ RECIPE = {
     },
 }
 OPTIONS = [(group, p.stem) for group in GROUPS for p in sorted((ROOT / "configs" / group).glob("*.yaml"))]
+WITH_PATH = ("latents", "latents_published", "imagenet256", "imagenet512", "coco256")
 
 
 def built(*overrides):
@@ -123,13 +124,9 @@ def latents(tmp_path):
     return tmp_path / "latents"
 
 
-def needs_path(option):
-    return option in ("latents", "latents_published", "imagenet256", "imagenet512", "coco256")
-
-
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes_and_builds(group, option, latents):
-    extra = [f"data.path={latents}"] if needs_path(option) else []
+    extra = [f"data.path={latents}"] if option in WITH_PATH else []
     needs_latents = (group, option) in (("optimizer", "adamw_latents"), ("ema", "latents"))
     extra += ["data=latents", f"data.path={latents}"] if needs_latents else []
     extra += ["model.inner_head=1"] if option == "internal" else []
@@ -207,10 +204,8 @@ def test_an_experiment_and_its_twin_differ_in_the_routes_alone(experiment):
     routed, _ = of_experiment(experiment)
     dense, net = of_experiment(experiment, twin) if "=" in twin else of_experiment(twin)
     assert net.routes == () and routed["model"]["routes"]
-    assert (dense.pop("method"), routed.pop("method")) == (
-        "dit",
-        "sprint" if "sprint" in experiment else "tread",
-    )
+    method = "sprint" if "sprint" in experiment else "tread"
+    assert (dense.pop("method"), routed.pop("method")) == ("dit", method)
     of_routes = ("routes", "router", "rejoin") if "sprint" in experiment else ("routes",)
     for config in (dense, routed):
         for key in of_routes:

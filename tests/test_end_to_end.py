@@ -1,17 +1,13 @@
 """Trainings as a user starts them: by accelerate, masked on two processes, compiled."""
 
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.faults.killing import BIN, ENVIRONMENT
 from tests.programs import start
 from tests.runs import ROOT, metrics
-
-BIN = Path(sys.executable).parent
 
 DIGITS = ("model.hidden_size=32", "model.num_heads=4", "train.total_steps=4", "train.batch_size=32")
 DIGITS += ("train.micro_batch_size=16", "train.log_every=1", "train.save_every=2", "train.eval_every=4")
@@ -24,8 +20,7 @@ def test_accelerate_launch_resumes_and_a_finished_run_says_so(tmp_path):
 
     def launch(*overrides):
         command = [BIN / "accelerate", "launch", ROOT / "train.py", "run_name=r", *DIGITS, *overrides]
-        environment = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-        options = {"env": environment, "capture_output": True, "text": True, "check": True}
+        options = {"env": ENVIRONMENT, "capture_output": True, "text": True, "check": True}
         result = subprocess.run(command, cwd=tmp_path, **options)
         return result.stdout, [line["step"] for line in metrics(tmp_path / "runs/r")]
 

@@ -51,7 +51,8 @@ OPTIONS = [
     {},
     {"block": "modern", "num_prefix_tokens": 2},
     {"block": "mamba", "num_prefix_tokens": 2},
-    {"block": "rwkv"},
+    {"block": "rwkv", "num_prefix_tokens": 2},
+    {"block": "sprint", "num_prefix_tokens": 2},
     {"block": "lightning"},
     {"router": partial(norm_router, weight=0.5)},
     {"router": grid_router, "rejoin": Fuse},
@@ -117,8 +118,8 @@ def test_a_training_step(options):
 
 
 def test_a_loss_of_kept_tokens():
-    net = net_on_cuda().train()
-    losses = KeptTokensLoss(EDMLoss(), net)(EDMPrecond(net), *batch(), routing=Routing(0.5))
+    net, mask = net_on_cuda().train(), torch.rand(4, 8, 8, device=CUDA)
+    losses = KeptTokensLoss(EDMLoss(), net, 0.1)(EDMPrecond(net), *batch(), routing=Routing(0.5), mask=mask)
     assert losses.device.type == "cuda"
 
 

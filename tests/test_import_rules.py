@@ -36,17 +36,8 @@ MAY_IMPORT = {
 }
 # Replacements of the forward of any model or block.
 ANY_CALL = {("routing/adapters/attached.py", "forward"), ("routing/adapters/attached.py", "__call__")}
-HEAVY = {
-    "diffusers",
-    "torch_fidelity",
-    "lmdb",
-    "wandb",
-    "matplotlib",
-    "sklearn",
-    "peft",
-    "torchdiffeq",
-    "transformers",
-}
+HEAVY = {"diffusers", "transformers", "peft", "torch_fidelity", "torchdiffeq", "sklearn", "matplotlib"}
+HEAVY |= {"lmdb", "wandb"}
 WITH_HYDRA = {"runtime/config.py", "runtime/command_line.py", "runtime/sweep.py", "examples/finetune.py"}
 WITH_HYDRA |= {"runtime/nodes.py", *(f"{name}.py" for name in ENTRY_POINTS)}
 
@@ -72,21 +63,14 @@ def violations(file, source):
     with_hydra = file in WITH_HYDRA or top in ("builders", "benchmarks", "tests")
     if modules & {"hydra", "omegaconf"} and not with_hydra:
         yield f"{file} imports hydra or omegaconf"
-    if top != "tests":
-        at_import = {
-            n.split(".")[0]
-            for node in tree.body
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for n in imports(node)
-        }
-        yield from (f"{file} imports {name} at module level" for name in at_import & HEAVY)
+    if top == "tests":
+        return
+    at_import = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name.split(".")[0] for node in at_import for name in imports(node)}
+    yield from (f"{file} imports {name} at module level" for name in names & HEAVY)
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.FunctionDef)
-            and node.args.kwarg
-            and top != "tests"
-            and (file, node.name) not in ANY_CALL
-        ):
+        takes_any = isinstance(node, ast.FunctionDef) and node.args.kwarg
+        if takes_any and (file, node.name) not in ANY_CALL:
             yield f"{file}:{node.lineno} {node.name} takes **{node.args.kwarg.arg}"
 
 
@@ -100,23 +84,15 @@ def test_rules_hold(file):
     [
         ("routing/tokens.py", "from models import DiT"),
         ("diffusion/edm.py", "import data.latents"),
-        ("runtime/files.py", "from training import ema"),
         ("runtime/config.py", "from builders import schemas"),
         ("training/trainer.py", "from evaluation import metrics"),
-        ("training/trainer.py", "from builders import rules"),
-        ("data/encode.py", "from builders import config"),
         ("builders/config.py", "import train"),
-        ("routing/schedule.py", "from runtime import files"),
         ("examples/finetune.py", "from benchmarks import runs"),
-        ("training/trainer.py", "import hydra"),
         ("runtime/targets.py", "import hydra"),
-        ("data/encode.py", "import hydra"),
         ("data/latents.py", "from omegaconf import OmegaConf"),
         ("train.py", "from tests import runs"),
-        ("models/dit.py", "import train"),
         ("training/trackers.py", "import wandb"),
         ("data/encoders.py", "from diffusers.models import AutoencoderKL"),
-        ("examples/finetune.py", "import peft"),
         ("models/dit.py", "def f(**kwargs):\n    return kwargs"),
     ],
 )
@@ -214,11 +190,8 @@ def test_every_package_has_an_init_file():
 
 
 def test_no_file_of_the_project_names_an_absolute_path():
-    texts = [p for p in FILES if "tests" not in p.parts] + [
-        *ROOT.glob("*.md"),
-        *ROOT.glob("configs/**/*.yaml"),
-        ROOT / "Makefile",
-    ]
+    texts = [p for p in FILES if "tests" not in p.parts] + [ROOT / "Makefile"]
+    texts += [*ROOT.glob("*.md"), *ROOT.glob("configs/**/*.yaml")]
     for file in texts:
         assert not re.search(r"(^|[\s\"'=:])/(home|root|work|export|tmp)/", file.read_text()), file
 
@@ -237,7 +210,7 @@ BUDGET = {
     "routing": 2826,  # what pipelines pass; rows; types of routes and ratios
     "runtime": 2248,  # scenes, language models, prompts; 75 explain --help and misspelt options; nodes, parts
     "study": 1951,  # costs of equal losses, a figure; density; baselines, gates, searches; encoder
-    "tests": 25000,
+    "tests": 24305,
     "training": 2774,  # sharded weights and checkpoints, errors of one rank; alignment, averages of any width
 }
 MAX_CORE_LINES = 3000

@@ -1,16 +1,14 @@
 """SPRINT's network: its published files give its outputs, its size and its cost."""
 
-import json
-from dataclasses import asdict
-
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from data import LatentManifest
 from models import cost_of
 from routing import Routing
 from study.published import expected, read_header
+from tests.latents import write_latents
 from tests.public_dit import CHANNELS, CLASSES, PATCH, WIDTH, PublicSprint, public
 from tests.runs import open_weights_file
 
@@ -19,13 +17,6 @@ def saved(state, file, prefix=""):
     state = {prefix + name: tensor.contiguous() for name, tensor in state.items()}
     save_file(state, file) if file.suffix == ".safetensors" else torch.save(state, file)
     return file
-
-
-def latent_folder(folder, shape):
-    manifest = LatentManifest(2, shape, "float32", "samples", CLASSES, "OWNER/NAME", scale=1.0)
-    folder.mkdir()
-    (folder / "manifest.json").write_text(json.dumps(asdict(manifest)))
-    return str(folder)
 
 
 def inputs(side, num_samples=3):
@@ -42,8 +33,10 @@ def test_a_file_gives_the_outputs_of_its_network(name, prefix, side, tmp_path):
     """Dense, with a sparse middle, and without one as in path-drop guidance."""
     net = public(PublicSprint)
     state = net.state_dict() | {"projectors.0.weight": torch.zeros(3, 3)}  # as in its run with REPA
-    latents = None if side == 32 else latent_folder(tmp_path / "latents", (CHANNELS, side, side))
-    opened = open_weights_file(saved(state, tmp_path / name, prefix), "flow", latents=latents)
+    latents, zeros = str(tmp_path / "latents"), np.zeros((2, CHANNELS, side, side))
+    write_latents(latents, zeros, np.zeros(2, np.int64), encoder="OWNER/NAME", num_classes=CLASSES)
+    file = saved(state, tmp_path / name, prefix)
+    opened = open_weights_file(file, "flow", latents=None if side == 32 else latents)
     ours, kept, (x, t, y) = opened.precond.net, [], inputs(side)
     assert ours.latent_shape == (CHANNELS, side, side) and opened.experiment.method == "sprint"
     grid = ours.router
@@ -82,20 +75,14 @@ REFUSED = {
     "no sparse middle": (renamed("middle_blocks", "encoder_blocks"), "has 3 encoder_blocks and 2"),
     "no fusion": (without(FUSION), NO_DIT),
     "a short mask token": (shaped("mask_token"), r"rejoins\.0\.mask_token is \(1,\)"),
-    "no QK-norm": (
-        without("decoder_blocks.1.attn.q_norm.weight"),
-        r"blocks\.6\.attn\.q_norm\.weight is missing",
-    ),
+    "no QK-norm": (without("decoder_blocks.1.attn.q_norm.weight"), "blocks.6.attn.q_norm.weight is missing"),
     "a global modulation": (shaped("global_adaLN_modulation.1.bias", 9), "global_adaLN_modulation.1.bias is"),
     "two for one": (shaped(FIRST, 3 * WIDTH, WIDTH), f"has two tensors for {FIRST}"),
     "an odd patch": (shaped(PATCHES, WIDTH, 9), PATCHES + NOT_AS.format("384, 9")),
     "a convolution": (shaped(PATCHES, WIDTH, CHANNELS, PATCH, PATCH), NO_DIT),
     "a fusion of one axis": (shaped(FUSION, WIDTH), FUSION + NOT_AS.format("384,")),
     "an odd output": (shaped(BIAS, 9), BIAS + NOT_AS.format("9,")),
-    "a block beyond all": (
-        renamed("middle_blocks.2.", "middle_blocks.999."),
-        "fewer than model.depth=1002 needs",
-    ),
+    "a block beyond all": (renamed("middle_blocks.2.", "middle_blocks.999."), "fewer than model.depth=1002"),
 }
 
 

@@ -170,12 +170,6 @@ def test_wrong_requests_are_one_clear_error(run, options, message, folder):
         draw(folder, run, *options)
 
 
-@pytest.mark.parametrize("data", ["digits", "mixture", "synthetic"])
-def test_data_without_captions_are_refused(data, tmp_path):
-    with pytest.raises(ValueError, match="model/conditioning=prefix needs data with captions"):
-        tiny_trainer(tmp_path / "run", f"data={data}", "model/conditioning=prefix")
-
-
 @pytest.mark.slow
 def test_images_follow_their_prompts_after_1200_steps(tmp_path):
     """The demo of scenes, shortened. Captions that have no effect give about 0.1 and 0.02."""

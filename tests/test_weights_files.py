@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -14,8 +13,8 @@ from safetensors.torch import save_file
 
 from builders.public import CONFIG
 from builders.sampling import SamplingConfig, open_run, read_source
-from data import LatentManifest, LatentWriter
 from diffusion import CFG, Branch
+from tests.latents import write_latents
 from tests.networks import small_dit
 from tests.programs import start
 from tests.public_dit import CHANNELS, CLASSES, PATCH, SIDE, SWITCHES, WIDTH, PublicDiT, public
@@ -197,9 +196,8 @@ def test_the_number_of_classes_is_read_from_the_file(num_rows, declared, expecte
     """Without a table of labels it has none, even if the arguments of its script have a default."""
     state = public(depth=1, num_rows=num_rows).state_dict()
     state = state if num_rows else {name: tensor for name, tensor in state.items() if "y_embed" not in name}
-    torch.save(
-        {"ema": state, **({"args": {"num_classes": declared}} if declared else {})}, tmp_path / "file.pt"
-    )
+    args = {"args": {"num_classes": declared}} if declared else {}
+    torch.save({"ema": state, **args}, tmp_path / "file.pt")
     net = open_weights_file(tmp_path / "file.pt", "sit").precond.net
     assert (net.num_classes, net.class_dropout_prob)[: len(expected)] == expected
 
@@ -224,9 +222,8 @@ ROLLED = {"feat_rope.freqs_sin": public(switches=SWITCHES, depth=1).feat_rope.fr
 def test_files_without_a_required_value_are_refused(options, changes, declared, objective, message, tmp_path):
     state = public(depth=1, **options).state_dict() | changes
     state = {name: tensor for name, tensor in state.items() if tensor is not None}
-    torch.save(
-        {"ema": state, **({"args": {"num_classes": declared}} if declared else {})}, tmp_path / "file.pt"
-    )
+    args = {"args": {"num_classes": declared}} if declared else {}
+    torch.save({"ema": state, **args}, tmp_path / "file.pt")
     with pytest.raises(ValueError, match=message):
         open_weights_file(tmp_path / "file.pt", objective)
 
@@ -242,11 +239,10 @@ def test_latents_of_another_autoencoder_need_a_latent_folder(tmp_path):
         ValueError, match=r"latents of 6 channels, which .* does not make: give latents=FOLDER"
     ):
         open_weights_file(tmp_path / "six.pt", "sit")
-    scale = tuple(0.1 * (i + 1) for i in range(6))
-    manifest = LatentManifest(2, (6, SIDE, SIDE), "float32", "samples", CLASSES, "OWNER/NAME", scale=scale)
-    manifest = replace(manifest, untrained_classes=(3,))  # which the network may have been trained on
-    with LatentWriter(tmp_path / "latents", manifest) as writer:
-        writer.append(np.zeros((2, 6, SIDE, SIDE), np.float32), np.zeros(2, np.int64))
+    scale, zeros = tuple(0.1 * (i + 1) for i in range(6)), np.zeros((2, 6, SIDE, SIDE))
+    fields = {"encoder": "OWNER/NAME", "num_classes": CLASSES, "scale": scale}
+    fields["untrained_classes"] = (3,)  # which the network may have been trained on
+    write_latents(tmp_path / "latents", zeros, np.zeros(2, np.int64), **fields)
     opened = open_weights_file(tmp_path / "six.pt", "sit", latents=str(tmp_path / "latents"))
     described = opened.experiment.details["data"]["manifest"]
     assert (described["scale"], described["untrained_classes"]) == (scale, ())

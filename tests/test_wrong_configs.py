@@ -177,6 +177,7 @@ RULES = [
     ("train", "train.reconstruction_weight=0.1", "train.reconstruction_weight=0.1 needs train.kept_tokens_only=true"),
     ("train", "model/router=norm train.kept_tokens_only=true", "train.kept_tokens_only=true needs model/router=random"),
     ("train", "model.in_channels=3", "the model takes latents of (3, 8, 8), but the data have (1, 8, 8)"),
+    ("train", "model/conditioning=prefix", "model/conditioning=prefix needs data with captions"),
     ("train", "model=sprint model.routes=[]", "model.routes=[]: SPRINT training requires you to configure the routes, e.g. model/rou"),
     ("train", "model.rejoin=5", "model.rejoin=5 must name a _target_"),
     ("train", "model=dit guidance=path_drop", "guidance=path_drop needs a network with routes (model=sprint)"),

@@ -142,7 +142,7 @@ def test_twins_come_last_and_have_their_own_limit():
     assert set(gpu.parse(["out", "--limit=0"]).limits.values()) == {0}
 
 
-def test_here_refuses_a_separate_program(capsys):
+def test_the_option_here_is_refused_for_a_stage_that_is_a_program_of_its_own(capsys):
     with pytest.raises(SystemExit):
         gpu.parse(["out", "twins", "--here"])
     assert "stage twins: must be one of check, step, sample, families\n" in capsys.readouterr().err

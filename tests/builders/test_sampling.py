@@ -102,26 +102,22 @@ def test_labels_are_drawn_from_the_seeds_by_default_and_recorded(run, options, k
             assert np.array_equal(shown, images[labels.tolist().index(label)])
 
 
-@pytest.mark.parametrize(
-    "option", ["num_steps=3", "guidance_scale=3", "sampler=edm", OTHER_PRECISION, "checkpoint=4"]
-)
-def test_options_change_the_samples(run, tmp_path, option):
-    images = [drawn(run, tmp_path / f"{i}.npz", *chosen) for i, chosen in enumerate([(), (option,)])]
-    assert (images[0] != images[1]).any()
+def test_options_change_the_samples(run, tmp_path):
+    plain = drawn(run, tmp_path / "plain.npz")
+    options = ("num_steps=3", "guidance_scale=3", "sampler=edm", OTHER_PRECISION, "checkpoint=4")
+    for i, option in enumerate(options):
+        assert (drawn(run, tmp_path / f"{i}.npz", option) != plain).any(), option
 
 
 @pytest.mark.slow
-def test_other_samples_have_another_name(run):
+def test_every_option_that_changes_the_samples_changes_their_name(run):
     options = ["num_samples=7", "first_seed=1", "class_label=1", "labels=balanced", "guidance_scale=2"]
     options += ["guidance_scale=2.0000001"]
     options += ["num_steps=3", "sampler=edm", "sampler=edm sampler.rho=5", "sampler=edm sampler.rho=4"]
     options += ["sampler=heun", "sampler=euler"]
     options += ["guidance=cfg", "guidance=cfg guidance.guidance_interval=[0.1,2]", "guidance=sparse"]
     options += ["mixed_precision=bf16", "mixed_precision=no", "decoding=official", "checkpoint=4"]
-    names = set()
-    for chosen in ("", *options):
-        request = resolve(composed(f"run={run}", *chosen.split(), config_name="sample"), SampleConfig)
-        names.add(open_model(*read_request(request), ALONE)[1])
+    names = {opened(run, *chosen.split())[1] for chosen in ("", *options)}
     assert len(names) == 1 + len(options)
 
 
@@ -134,16 +130,13 @@ def test_other_samples_have_another_name(run):
     ],
 )
 def test_a_request_without_a_number_or_a_target_is_refused(run, chosen, message):
-    request = resolve(composed(f"run={run}", chosen, config_name="sample"), SampleConfig)
     with pytest.raises(ValueError, match=message):
-        read_request(request)
+        opened(run, chosen)
 
 
 def test_the_weights_of_a_weak_network_are_recorded(run):
     """The run's own earlier checkpoint, if no other run is named."""
-    chosen = (f"run={run}", "guidance=auto", "guidance.weak_checkpoint=4")
-    request = resolve(composed(*chosen, config_name="sample"), SampleConfig)
-    _, _, record = open_model(*read_request(request), ALONE)
+    _, _, record = opened(run, "guidance=auto", "guidance.weak_checkpoint=4")
     file = run / "checkpoints/step_00000004/ema.safetensors"
     assert record["weak_weights"] == {str(file): sha256(file)}
     assert record["guidance"]["weak_run"] == str(run)

@@ -1,10 +1,7 @@
 """Captions of photographs: read from files, encoded, stored, and drawn in training."""
 
-import io
 import json
 import shutil
-import tarfile
-import zipfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,7 +20,9 @@ from evaluation import ClipScore
 from evaluation.features import FeatureSet
 from evaluation.statistics import AllFeatures
 from runtime.errors import UserError
+from tests.data.test_importers import write_tar
 from tests.data.test_latents import MANIFEST
+from tests.data.test_listing import pack
 from tests.runs import composed, metrics, tiny_run, tiny_trainer
 
 CAPTIONS = ["a red roof", "The flower, yellow!", "two roofs"]
@@ -107,22 +106,15 @@ def test_captions_beside_images_become_words(folder):
 
 def test_archives_and_annotations_give_the_same_captions(folder, tmp_path):
     images = folder / "images"
-    files = sorted(images.iterdir())
-    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
-        for file in files:
-            archive.write(file, file.name)
+    pack(images, tmp_path / "images.zip")
     (tmp_path / "shards").mkdir()
     for shard in range(2):
-        with tarfile.open(tmp_path / f"shards/{shard}.tar", "w") as archive:
-            for file in files:
-                if int(file.stem) // 3 == shard:
-                    is_image = file.suffix == ".png"
-                    data = file.read_bytes()
-                    if not is_image:
-                        data = json.dumps({"caption": data.decode().splitlines()}).encode()
-                    info = tarfile.TarInfo(file.name if is_image else f"{file.stem}.json")
-                    info.size = len(data)
-                    archive.addfile(info, io.BytesIO(data))
+        members = []
+        for i in range(3 * shard, 3 * shard + 3):
+            captions = {"caption": (images / f"{i}.txt").read_text().splitlines()}
+            members.append((f"{i}.png", (images / f"{i}.png").read_bytes()))
+            members.append((f"{i}.json", json.dumps(captions).encode()))
+        write_tar(tmp_path / f"shards/{shard}.tar", members)
     coco = {"images": [], "annotations": []}
     for i in reversed(range(6)):
         coco["images"].append({"id": 10 * i, "file_name": f"{i}.png"})
@@ -139,26 +131,21 @@ def test_archives_and_annotations_give_the_same_captions(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "content", "message"),
     [
-        (lambda d: (d / "3.txt").unlink(), r"must have a caption for 3.png \(1 of 6 have none\)"),
-        (lambda d: (d / "3.txt").write_text("\n \n"), "must have a caption for 3.png"),
-        (lambda d: (d / "3.txt").write_bytes(b"\xff\xfe\xfa"), "3.txt must have captions in UTF-8"),
-        (lambda d: ((d / "3.txt").unlink(), (d / "3.json").write_text("{}")), "3.json must have captions"),
-        (
-            lambda d: ((d / "3.txt").unlink(), (d / "3.json").write_text("[" * 900)),
-            "3.json must have captions",
-        ),
-        (
-            lambda d: ((d / "3.txt").unlink(), (d / "3.json").write_text('{"caption": [null]}')),
-            "must be text",
-        ),
+        ("unread", b"", r"must have a caption for 3.png \(1 of 6 have none\)"),
+        ("3.txt", b"\n \n", "must have a caption for 3.png"),
+        ("3.txt", b"\xff\xfe\xfa", "3.txt must have captions in UTF-8"),
+        ("3.json", b"{}", "3.json must have captions"),
+        ("3.json", b"[" * 900, "3.json must have captions"),
+        ("3.json", b'{"caption": [null]}', "must be text"),
     ],
     ids=["missing", "empty", "bytes", "json", "nested", "null"],
 )
-def test_an_image_without_a_caption_is_refused(change, message, tmp_path):
+def test_an_image_without_a_caption_is_refused(name, content, message, tmp_path):
     write_images(tmp_path / "images")
-    change(tmp_path / "images")
+    (tmp_path / "images/3.txt").unlink()
+    (tmp_path / "images" / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_captions("beside", list_images(tmp_path / "images"))
 
@@ -171,37 +158,25 @@ def test_damaged_annotations_are_refused(content, tmp_path):
         read_captions(str(tmp_path / "coco.json"), list_images(tmp_path / "images"))
 
 
-def write_tar(file, folder, names):
-    def plain(info):
-        return info.replace(mtime=0, deep=False)  # a time would need further headers
-
-    with tarfile.open(file, "w") as archive:
-        for name, stored in names.items():
-            archive.add(folder / name, stored, filter=plain)
-    return file.read_bytes()
-
-
 def test_damaged_tars_are_refused(tmp_path):
     """Also one that ends between two files, or has a wrong header, where tarfile stops without an error."""
-    write_images(tmp_path / "images", 3)
-    whole = write_tar(tmp_path / "0.tar", tmp_path / "images", {f"{i}.png": f"{i}.png" for i in range(3)})
+    names = write_images(tmp_path / "images", 3)
+    write_tar(tmp_path / "0.tar", [(name, (tmp_path / "images" / name).read_bytes()) for name in names])
+    whole = (tmp_path / "0.tar").read_bytes()
     second = whole.index(b"1.png")
     damaged = whole[: second + 148] + b"x" + whole[second + 149 :]
     for content in (whole[:900], whole[:second], whole[: second + 100], damaged):
         (tmp_path / "0.tar").write_bytes(content)
         with pytest.raises(ValueError, match="cannot be read as an uncompressed tar"):
             index_tars([tmp_path / "0.tar"])
-    write_tar(tmp_path / "0.tar", tmp_path / "images", {"0.png": "a/b.png", "1.png": "./a/b.png"})
+    write_tar(tmp_path / "0.tar", [("a/b.png", b""), ("./a/b.png", b"")])
     with pytest.raises(ValueError, match=r"two files are named 0/a/b.png"):
         index_tars([tmp_path / "0.tar"])
 
 
 def test_tars_of_a_folder_have_no_hidden_files_and_no_classes(tmp_path):
     """As `tar cf 0.tar .` writes them, also on a Mac."""
-    write_images(tmp_path / "images", 1)
-    names = {"0.png": "./cat/0.png", "._0.png": "./cat/._0.png"}
-    (tmp_path / "images/._0.png").write_bytes(b"a fork")
-    write_tar(tmp_path / "0.tar", tmp_path / "images", names)
+    write_tar(tmp_path / "0.tar", [("./cat/0.png", b"an image"), ("./cat/._0.png", b"a fork")])
     images = list_images(tmp_path / "0.tar")
     assert images.names == ["0/cat/0.png"] and images.labels is None and images.num_classes == 0
 
@@ -209,7 +184,7 @@ def test_tars_of_a_folder_have_no_hidden_files_and_no_classes(tmp_path):
 def test_a_tar_beside_class_folders_is_ignored(tmp_path):
     for name in ("a", "b"):
         write_images(tmp_path / "images" / name, 2)
-    write_tar(tmp_path / "images/old.tar", tmp_path / "images/a", {"0.png": "0.png"})
+    write_tar(tmp_path / "images/old.tar", [("0.png", b"an image")])
     images = list_images(tmp_path / "images")
     assert images.class_names == ("a", "b") and len(images.names) == 4 and "old.tar" in images.ignored
 
@@ -220,10 +195,7 @@ def test_a_tar_beside_class_folders_is_ignored(tmp_path):
         (["text_encoder=t5"], "text_encoder=t5 needs captions"),
         (["captions=missing.json"], "captions=missing.json not found"),
         (["captions=beside", "max_text_tokens=0"], "max_text_tokens=0"),
-        (
-            ["captions=beside", "text_encoder=t5", "max_text_tokens=513"],
-            "max_text_tokens=513 must be at most 512",
-        ),
+        (["captions=beside", "text_encoder=t5", "max_text_tokens=513"], "_tokens=513 must be at most 512"),
         (["captions=beside", "max_text_tokens=10"], "max_text_tokens=10 needs a language model"),
     ],
 )
@@ -317,12 +289,13 @@ def test_embeddings_are_the_last_hidden_states_without_padding(name, language_mo
     assert not dataset.text[0, 0, used:].any() and dataset.captions(np.arange(2)) is None
     again = text_encoder_for(text, torch.device("cpu"))(["a red roof"])
     np.testing.assert_allclose(again[0], dataset.text[0, 0], rtol=1e-3, atol=1e-3)
-    if name == "clip":
-        with pytest.raises(ValueError, match=r"max_text_tokens=512 is not possible with .*/clip: "):
-            LanguageModel(str(path), 512, torch.device("cpu"))
     other = {"clip": "t5", "t5": "qwen", "qwen": "clip"}[name]
     with pytest.raises(ValueError, match=f"{other} must have the weights of"):
         text_encoder_for(text, torch.device("cpu"), str(language_models.folder / other))
+    if name != "clip":
+        return
+    with pytest.raises(ValueError, match=r"max_text_tokens=512 is not possible with .*/clip: "):
+        LanguageModel(str(path), 512, torch.device("cpu"))
     run = ("data=latents", f"data.path={tmp_path / 'latents'}", "model/size=tiny", "model/conditioning=cross")
     small = ("model.hidden_size=16", "model.depth=6", "train.batch_size=2", "train.total_steps=2")
     watched = ("train.log_every=1", "train.save_every=2", "train.eval_every=2", "train.sample_every=null")
@@ -381,30 +354,15 @@ def test_the_clip_score_is_the_mean_cosine(language_models, tmp_path):
 OF_WORDS = {"encoder": "words", "num_tokens": 3, "num_captions": 1, "words": ["a"], "prompts": ["a"]}
 OF_MODEL = {"encoder": "m", "weights_hash": "h", "num_tokens": 3, "num_captions": 1, "num_features": 4}
 OF_MODEL["prompts"] = ["a"]
+WRONG_WORDS = [{"encoder": None}, {"num_tokens": 0}, {"num_tokens": 513}, {"num_captions": True}]
+WRONG_WORDS += [{"words": "abc"}, {"words": ["a"] * 32_768}, {"prompts": ["a"] * 1001}, {"prompts": [1]}]
+WRONG_WORDS += [{"words": []}, {"prompts": ["a" * 4097]}]
+WRONG_MODEL = [{"words": ["a"]}, {"weights_hash": None}, {"num_features": 2**18}]
+WRONG_TEXTS = [5, [], {}, {key: value for key, value in OF_WORDS.items() if key != "words"}]
+WRONG_TEXTS += [OF_WORDS | wrong for wrong in WRONG_WORDS] + [OF_MODEL | wrong for wrong in WRONG_MODEL]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            5,
-            [],
-            {},
-            OF_WORDS | {"encoder": None},
-            OF_WORDS | {"num_tokens": 0},
-            OF_WORDS | {"num_captions": True},
-        ),
-        *(OF_WORDS | {"num_tokens": 513}, OF_WORDS | {"words": []}, OF_WORDS | {"words": "abc"}),
-        *(
-            OF_WORDS | {"words": ["a"] * 32_768},
-            OF_WORDS | {"prompts": ["a"] * 1001},
-            OF_WORDS | {"prompts": [1]},
-        ),
-        *(OF_WORDS | {"prompts": ["a" * 4097]}, {k: v for k, v in OF_WORDS.items() if k != "words"}),
-        *(OF_MODEL | {"words": ["a"]}, OF_MODEL | {"weights_hash": None}, OF_MODEL | {"num_features": 2**18}),
-    ],
-    ids=lambda text: str(text)[:60],
-)
+@pytest.mark.parametrize("text", WRONG_TEXTS, ids=lambda text: str(text)[:60])
 def test_a_manifest_with_another_description_of_captions_is_refused(text):
     for valid in (OF_WORDS, OF_MODEL, None):
         assert replace(MANIFEST, text=valid).text == valid

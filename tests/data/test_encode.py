@@ -174,19 +174,13 @@ def test_a_job_is_not_resumed_with_other_settings(tmp_path, vae, small_parts, mo
     assert run(photos, tmp_path / "out", vae).manifest.count == 10
 
 
-def spoil(folder):
-    """Damage two of ten photographs in different ways. Return the original bytes of the first."""
-    whole = (folder / "china" / "001.jpg").read_bytes()
-    (folder / "china" / "001.jpg").write_bytes(whole[: len(whole) // 2])
-    (folder / "flower" / "002.png").write_text("not an image")
-    return whole
-
-
 def test_corrupt_images_are_listed_and_can_be_left_out_or_fixed(tmp_path, vae, small_parts, written, capsys):
     folder = tmp_path / "photos"
     write_photographs(folder)
     perfect = run(folder, tmp_path / "perfect", vae)
-    whole = spoil(folder)
+    whole = (folder / "china/001.jpg").read_bytes()
+    (folder / "china/001.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "flower/002.png").write_text("not an image")
     for out in ("out", "fixed"):
         with pytest.raises(UserError, match=r"2 of 10 images are corrupt: .*skip_corrupt=true"):
             run(folder, tmp_path / out, vae)
@@ -234,7 +228,7 @@ def test_modes_of_images_are_converted_and_16_bits_refused(tmp_path, vae):
     assert "must be RGB with 8 bits" in refused(tmp_path / "more", folder, vae)
 
 
-def write_masks(folder, photos, mode="L"):
+def write_masks(folder, photos):
     """Write a random grey mask for each photograph."""
     rng = np.random.default_rng(0)
     for file in sorted(photos.rglob("*.*")):
@@ -272,9 +266,7 @@ def test_images_and_masks_are_encoded_as_viewers_show_them(tmp_path, suffix):
     shown = np.zeros((48, 32, 3), np.uint8)
     shown[12:18, 6:12] = 255  # near the top left, inside the crop
     exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = (
-        6  # the camera was held upright: the picture is stored lying on its left side
-    )
+    exif[ExifTags.Base.Orientation] = 6  # held upright: the picture is stored lying on its left side
     for folder in ("images", "masks"):
         (tmp_path / folder).mkdir()
     Image.fromarray(np.rot90(shown).copy()).save(tmp_path / f"images/0.{suffix}", exif=exif)
@@ -293,7 +285,7 @@ def test_images_and_masks_are_encoded_as_viewers_show_them(tmp_path, suffix):
     assert message in corrupt
 
 
-def test_wrong_requests_are_one_line_and_write_nothing(tmp_path, photos, vae):
+def test_a_resolution_that_the_encoder_cannot_take_is_refused_and_nothing_is_written(tmp_path, photos, vae):
     with pytest.raises(UserError, match="resolution=33 must be a multiple of 2"):
         run(photos, tmp_path / "out", vae, "resolution=33")
     assert not list(tmp_path.iterdir())
@@ -393,9 +385,7 @@ def test_relative_and_absolute_paths_are_equal(tmp_path, photos, vae, small_part
     monkeypatch.chdir(photos.parent)
     assert run(f"{photos.name}/", tmp_path / "out", vae).manifest.encoder == vae
     monkeypatch.chdir(Path(vae).parent)
-    assert run(photos, tmp_path / "again", "vae").manifest.encoder == vae, (
-        "the path of the encoder is absolute"
-    )
+    assert run(photos, tmp_path / "again", "vae").manifest.encoder == vae, "the path is absolute"
 
 
 def test_undecodable_names_and_lines_of_pixels_are_handled(tmp_path, vae):

@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 
 import huggingface_hub.constants
@@ -120,16 +121,12 @@ def configured(folder, **changes):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            lambda vae: (vae / WEIGHTS).write_bytes((vae / WEIGHTS).read_bytes()[:1000]),
-            "is not an AutoencoderKL",
-        ),
+        (lambda vae: os.truncate(vae / WEIGHTS, 1000), "is not an AutoencoderKL"),
         (lambda vae: (vae / "config.json").write_text("{"), "AutoencoderKL: .*config.json is damaged"),
         (lambda vae: configured(vae, layers_per_block=10**7), "layers_per_block of config.json"),
-        (
-            lambda vae: drop(vae / WEIGHTS, "decoder.conv_in.weight"),
-            "lacks 1 tensors, such as decoder.conv_in",
-        ),
+        (lambda vae: configured(vae, encoder_layers=[1, 99]), "encoder_layers of config.json has 99 blocks"),
+        (lambda vae: configured(vae, _class_name="UNet2DModel"), "UNet2DModel must be one of AutoencoderKL,"),
+        (lambda vae: drop(vae / WEIGHTS, "decoder.conv_in.weight"), "1 tensors, such as decoder.conv_in"),
     ],
 )
 def test_a_damaged_autoencoder_is_one_clear_error(folder, tmp_path, spoil, message):

@@ -81,10 +81,7 @@ def test_an_array_is_never_entirely_in_memory(tmp_path):
         (np.zeros((4, 8, 8), np.uint8), "arr_0 is uint8 (4, 8, 8), must be uint8 (N, H, W, C)"),
         (np.zeros((0, 8, 8, 3), np.uint8), "arr_0 is uint8 (0, 8, 8, 3), must be"),
         (np.asfortranarray(np.zeros((4, 8, 8, 3), np.uint8)), "arr_0 is uint8 (4, 8, 8, 3), must be"),
-        (
-            np.zeros((4, 3, 8, 8), np.uint8),
-            "(4, 3, 8, 8), must be uint8 (N, H, W, C) in C order, with 1 to 4",
-        ),
+        (np.zeros((4, 3, 8, 8), np.uint8), "3, 8, 8), must be uint8 (N, H, W, C) in C order, with 1 to 4"),
         ({"images": IMAGES, "labels": np.zeros(11)}, "no item named 'arr_0.npy'"),
     ],
 )
@@ -126,9 +123,8 @@ def test_files_that_are_not_lossless_rgb_of_one_size_are_refused(tmp_path):
     refused(tmp_path / "lossy", "z.JPG has a lossy format")
     for mode in ("L", "RGBA", "I;16"):
         folder = write_folder(tmp_path / mode)
-        Image.fromarray(IMAGES[0, :, :, 0].astype(np.uint16) if mode == "I;16" else IMAGES[0]).convert(
-            mode
-        ).save(folder / "a/03.png")
+        pixels = IMAGES[0, :, :, 0].astype(np.uint16) if mode == "I;16" else IMAGES[0]
+        Image.fromarray(pixels).convert(mode).save(folder / "a/03.png")
         refused(folder, f"a/03.png cannot be read: image mode {mode}")
     deep = np.concatenate([np.zeros((6, 1), np.uint8), np.zeros((6, 30), np.uint8)], axis=1).tobytes()
     chunks = (b"IHDR" + struct.pack(">IIBBBBB", 5, 6, 16, 2, 0, 0, 0), b"IDAT" + zlib.compress(deep), b"IEND")

@@ -1,19 +1,17 @@
 """Scenes: every caption and every attribute is read back exactly."""
 
 from dataclasses import replace
-from importlib import import_module
 
 import numpy as np
 import pytest
 
 from data import scenes
+from data.scenes import draw_scene
 from evaluation import SceneAccuracy, SceneReader
 from evaluation.detectors.scenes import things_of
 from evaluation.features import FeatureSet
 from evaluation.statistics import AllFeatures
 from runtime.scenes import COLOURS, KINDS, SHAPES, Thing, is_shown, parse, read_scene, render
-
-draw_scene = import_module("data.scenes").draw_scene
 
 
 def image_of(things, side=32):

@@ -17,12 +17,10 @@ from data import (
 from tests.data.test_latents import write_flipped
 
 
-def order(
-    ids=None, *, batch_size=6, micro_batch_size=2, start_step=0, rank=0, world_size=1, seed=0, hflip=False
-):
-    sizes = {"batch_size": batch_size, "micro_batch_size": micro_batch_size}
-    place = {"start_step": start_step, "rank": rank, "world_size": world_size}
-    return StreamOrder(np.arange(10) if ids is None else ids, seed=seed, **sizes, **place, hflip=hflip)
+def order(ids=None, **changes):
+    options = {"batch_size": 6, "micro_batch_size": 2, "start_step": 0, "rank": 0, "world_size": 1}
+    options |= {"seed": 0, "hflip": False} | changes
+    return StreamOrder(np.arange(10) if ids is None else ids, **options)
 
 
 def small_data(num_classes=3, num_held_out=4, **changes):

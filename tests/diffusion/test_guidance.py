@@ -139,11 +139,6 @@ def test_internal_guidance_steps_past_the_inner_prediction_in_one_forward(routes
     assert torch.equal(precond(X, T, LABELS), D_s), "other guidance and samplers do not see it"
 
 
-def test_internal_guidance_needs_an_inner_head():
-    with pytest.raises(ValueError, match=r"guidance=internal needs a network trained with model\.inner_head"):
-        InternalGuidance(2.0)(strong())
-
-
 def test_the_first_channels_alone_may_be_guided():
     guided, plain = CFG(3.0, num_channels=2)(strong())(X, T), CFG(3.0)(strong())(X, T)
     torch.testing.assert_close(guided[:, :2], plain[:, :2])
@@ -173,6 +168,7 @@ def test_a_schedule_rises_from_noise_to_data(schedule, scales):
 @pytest.mark.parametrize("share_masks", [False, True])
 @pytest.mark.parametrize("masks", ["fresh", "fixed"])
 def test_masks_are_fresh_or_fixed_shared_or_not(masks, share_masks):
+    """Fixed masks are equal in all evaluations of an image, shared ones in both branches of an evaluation."""
     guidance = SparseGuidance(2.0, strong_ratio=0.25, masks=masks, share_masks=share_masks)
     generator, branches, pairs = torch.Generator().manual_seed(0), guidance.branches, []
     guidance.branches = lambda *args: pairs.append(branches(*args)) or pairs[-1]
@@ -260,6 +256,7 @@ def test_the_cost_of_an_image_counts_every_forward():
         (lambda: weaker_by(DENSE, SparseGuidance(2.0, weak_run="w"))(strong()), "run=w: it has 0 routes"),
         (lambda: AutoGuidance(2.0)(strong()), "guidance=auto needs guidance.weak_run, guidance.weak_c"),
         (lambda: SparseGuidance(2.0, masks="fixed")(strong()), "need Branch"),
+        (lambda: InternalGuidance(2.0)(strong()), r"internal needs a network trained with model\.inner_head"),
         *((make, "for a network whose null class was not trained") for make in (
             lambda: CFG(2.0)(UNTRAINED),
             lambda: PathDropGuidance(2.0)(UNTRAINED),

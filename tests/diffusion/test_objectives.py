@@ -26,6 +26,7 @@ from diffusion import (
 )
 from diffusion.ddpm import variational_bound
 from diffusion.samplers.ode import velocity
+from tests.networks import small_batch, small_dit
 
 PATHS = {"edm": EDMPath(), "flow": FlowPath(), "ddpm": DDPMPath(), "vp": VPPath(), "ve": VEPath()}
 MEAN, STD = 0.3, 0.5  # the data of these tests: one Gaussian
@@ -105,6 +106,7 @@ def test_the_schedule_of_ddpm_is_as_in_the_paper():
 
 
 def test_a_field_written_for_each_objective_gives_the_same_samples():
+    """Networks that know the best denoiser, each with the output of its objective, draw the same samples."""
     noise, steps = torch.randn(64, 1, 2, 2, generator=torch.Generator().manual_seed(0)), DDPMPath()
 
     def sample(precond):
@@ -144,10 +146,8 @@ def test_the_angle_between_velocities_is_taken_over_the_channels(from_noise):
     x, t = torch.randn(3, 5, 2, 2), torch.full((3,), 0.4)
     v = torch.randn(3, 5, 2, 2)
     precond = FlowPrecond(Field(lambda x_t, t: -v if from_noise else v), from_noise=from_noise)
-    plain, both = (
-        FlowLoss(cosine_weight=weight)(precond, x, None, t=t, generator=torch.Generator().manual_seed(1))
-        for weight in (0, 0.5)
-    )
+    losses = (FlowLoss(cosine_weight=weight) for weight in (0, 0.5))
+    plain, both = (loss(precond, x, None, t=t, generator=seeded(1)) for loss in losses)
     u = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)) - x
     angle = (v * u).sum(dim=1) / (v.square().sum(dim=1) * u.square().sum(dim=1)).sqrt()  # (N, H, W)
     torch.testing.assert_close(both - plain, 0.5 * (1 - angle).mean(dim=(1, 2)), check_dtype=False)
@@ -188,11 +188,9 @@ def test_other_targets_are_pushed_away_only_in_training(name):
     t, path = torch.full((6,), 0.7), precond.path
 
     def losses(weight):
-        return make_loss(contrastive_weight=weight)(
-            precond, x, None, t=t, generator=torch.Generator().manual_seed(1)
-        )
+        return make_loss(contrastive_weight=weight)(precond, x, None, t=t, generator=seeded(1))
 
-    eps = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    eps = torch.randn(x.shape, generator=seeded(1))
     t_ = t.view(-1, 1, 1, 1)
     x_t = path.alpha(t_) * x + path.sigma(t_) * eps
     predicted = velocity(path, precond(x_t, t, None), x_t, t_)
@@ -260,9 +258,6 @@ def test_the_bound_trains_only_the_variance():
 @pytest.mark.parametrize("learn_sigma", [False, True])
 def test_the_error_of_the_inner_head_is_added_in_training(weight, learn_sigma):
     """L(F_x) + weight L(F_inner), for the same noise; evaluations judge F_x alone."""
-    from diffusion import DDPMLoss, DDPMPrecond, FlowLoss, FlowPrecond
-    from tests.networks import small_batch, small_dit
-
     net = small_dit(inner_head=2, class_dropout_prob=0.0, learn_sigma=learn_sigma)
     precond, loss = FlowPrecond(net), FlowLoss(inner_weight=weight)
     if learn_sigma:

@@ -188,15 +188,11 @@ def test_parts_are_split_to_the_detectors_size():
         ({"mu": np.zeros(2048), "sigma": np.eye(2048) + np.tri(2048)}, "sigma must be symmetric"),
         ({"images": np.zeros(3)}, "must hold mu and sigma, or images (arr_0)"),
         ({"mu_s": np.zeros(2048), "sigma_s": np.zeros((2048, 2048))}, "mu_s is (2048,), must be (2023,)"),
-        ({"mu": np.array([{}], dtype=object), "sigma": np.zeros(1)}, "cannot be read as an .npz"),
         ({"arr_0": np.zeros((5, 8, 8, 3))}, "arr_0 is float64"),
-        ({"arr_0": b"cut"}, "cannot be read as an .npz"),
     ],
 )
 def test_files_that_are_not_references_are_refused(tmp_path, arrays, message):
     np.savez(file := tmp_path / "reference.npz", **arrays)
-    if isinstance(arrays.get("arr_0"), bytes):
-        file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(ValueError) as error:
         open_reference(file, open_images)
     assert message in str(error.value)

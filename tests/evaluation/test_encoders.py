@@ -21,7 +21,6 @@ from evaluation.features import ArrayImages
 from evaluation.files import PUBLISHED
 from evaluation.metrics.density_coverage import DensityCoverage
 from evaluation.metrics.frechet import FrechetDistance
-from runtime.launch import ALONE
 from tests.inception import Projections, adm_suite
 from tests.programs import ROOT
 from tests.runs import composed
@@ -50,17 +49,13 @@ def small_encoders(monkeypatch):
         monkeypatch.setitem(ENCODERS, name, encoder)
 
 
-def normalised(x, network):
-    mean, std = (torch.tensor(network.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
-    return (x - mean) / std
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_features_are_those_of_the_network_after_its_preprocessing(name, folder):
     encoder, detector = SMALL[name], EncoderDetector(name, folder)
-    network = timm.create_model(encoder.model)
+    network = timm.create_model(encoder.model).eval()
     network.load_state_dict(detector._network.state_dict(), strict=False)  # the head is not used by all
-    x = normalised(resize(IMAGES, encoder.size, encoder.resize), network.eval())
+    mean, std = (torch.tensor(network.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+    x = (resize(IMAGES, encoder.size, encoder.resize) - mean) / std
     with torch.inference_mode():
         last = network.forward_features(x)
         expected = {
@@ -233,4 +228,3 @@ def test_the_record_names_the_weights_of_all_parts(folder):
     whole = Detectors(Projections(), {"vit": EncoderDetector("vit", folder)})
     assert whole.record["tensors_sha256"] == "none" and whole.record["encoders"]["vit"]["size"] == 48
     assert whole.num_features["vit"] == 64 and whole.num_features["pool"] == 2048
-    assert ALONE.is_main

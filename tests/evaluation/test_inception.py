@@ -89,17 +89,11 @@ def test_features_depend_neither_on_the_batch_nor_on_autocast(detector):
 
 
 @pytest.mark.parametrize(
-    "images",
-    [
-        np.zeros((2, 8, 8, 3)),
-        np.zeros((2, 8, 8, 1), np.uint8),
-        np.zeros((2, 3, 8, 8), np.uint8),
-        np.zeros((8, 8, 3), np.uint8),
-    ],
+    ("shape", "dtype"), [((2, 8, 8, 3), "f8"), ((2, 8, 8, 1), "u1"), ((2, 3, 8, 8), "u1"), ((8, 8, 3), "u1")]
 )
-def test_images_of_another_type_or_shape_are_refused(detector, images):
+def test_images_of_another_type_or_shape_are_refused(detector, shape, dtype):
     with pytest.raises(ValueError, match=r"must be uint8 \(N, H, W, 3\)"):
-        detector(images)
+        detector(np.zeros(shape, dtype))
 
 
 def test_random_weights_are_used_and_marked(tmp_path, weights):

@@ -5,14 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import sqrtm
 
-from evaluation import (
-    FeatureStatistics,
-    KernelDistance,
-    Memorised,
-    PixelDetector,
-    PrecisionRecall,
-    frechet_distance,
-)
+from evaluation import FeatureStatistics, KernelDistance, Memorised, PrecisionRecall, frechet_distance
 from evaluation.features import FeatureSet
 from evaluation.metrics.inception_score import SplitScores
 from evaluation.metrics.kernel import _squared_discrepancy
@@ -75,17 +68,11 @@ def test_inception_score_closed_forms():
     certain = np.eye(10)[np.arange(1000) % 10]
     assert inception_score(certain) == pytest.approx(10)
     assert inception_score(np.full((1000, 10), 0.1)) == pytest.approx(1)
+    # exp(3/4 log(4/3) + 1/4 log(4)): the exponential of the mean, not the mean of exponentials.
+    assert inception_score(np.eye(2)[[0, 0, 0, 1]]) == pytest.approx(4 / 3**0.75)
     # Splits are contiguous: a split with one class scores 1. A short last split counts like the others.
     assert inception_score(np.eye(10)[np.repeat(np.arange(10), 100)], split_size=100) == pytest.approx(1)
     assert inception_score(np.eye(2)[[0, 1, 0, 1, 0]], split_size=4) == pytest.approx((2 + 1) / 2)
-
-
-def test_precision_and_recall_of_extremes():
-    x = RNG.standard_normal((50, 3)).astype(np.float32)
-    assert precision_recall(x, x) == (1.0, 1.0)
-    assert precision_recall(x, x + 100) == (0.0, 0.0)
-    # Distances that overflow fp16 are taken in fp32.
-    assert precision_recall(x * 1e4, x * 1e4) == (1.0, 1.0)
 
 
 def plain_distances(a, b, exact=False):
@@ -197,17 +184,6 @@ def test_the_seed_determines_the_subsets_of_a_kernel_distance():
     assert distance(1, 0)[0] != distance(5, 0)[0], "the subsets differ"
 
 
-def test_inception_score_agrees_with_numpy():
-    logits = np.random.default_rng(4).standard_normal((23, 7)) * 3
-    probs = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    scores = []
-    for part in (probs[:10], probs[10:20], probs[20:]):
-        divergence = part * (np.log(part) - np.log(part.mean(0, keepdims=True)))
-        scores.append(np.exp(divergence.sum(1).mean()))
-    assert inception_score(probs, split_size=10) == pytest.approx(np.mean(scores), rel=1e-12)
-    assert inception_score(probs[::-1].copy(), split_size=10) != pytest.approx(np.mean(scores), rel=1e-6)
-
-
 def parts(features, num_parts):
     return [f for f in np.array_split(features, num_parts) if len(f)]
 
@@ -279,12 +255,3 @@ def test_a_copy_is_three_times_nearer_to_one_training_image_than_to_the_others()
         share = Memorised("pixels")(features_of(training), features_of(drawn))
         assert share == {"memorised": expected / 2}, sample
     assert not Memorised("pixels").higher_is_better
-
-
-def test_training_images_are_memorised_and_copies_of_their_bytes_too():
-    images = np.random.default_rng(0).integers(0, 256, (60, 8, 8, 1), dtype=np.uint8)
-    pixels = features_of(PixelDetector()(images)["pixels"])
-    assert Memorised("pixels")(pixels, pixels) == {"memorised": 1}
-    others = np.random.default_rng(1).integers(0, 256, (60, 8, 8, 1), dtype=np.uint8)
-    others = features_of(PixelDetector()(others)["pixels"])
-    assert Memorised("pixels")(pixels, others) == {"memorised": 0}

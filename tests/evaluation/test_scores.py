@@ -27,8 +27,6 @@ from evaluation.metrics import FeatureMetric, neighbours
 from evaluation.reference import Gaussian
 from evaluation.statistics import AllFeatures, FeatureStatistics
 
-RNG = np.random.default_rng(0)
-
 
 def features(n, size=6, shift=0.0, seed=0):
     return np.random.default_rng(seed).standard_normal((n, size)) + shift
@@ -201,7 +199,7 @@ METRICS = [
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: type(metric).__name__)
 def test_standard_errors_are_the_spread_over_new_sets_of_samples(metric):
-    """Two factors of freedom: 20 halves and 20 sets have relative errors of 16 % each."""
+    """The bounds are wide: each side is a spread of 20 values, with a relative error of 16 %."""
     reference = feature_set(features(200, shift=0.1).astype(np.float32))
     sets = [feature_set(features(200, shift=0.3, seed=i).astype(np.float32)) for i in range(1, 21)]
     spread = {key: np.std([metric(reference, s)[key] for s in sets], ddof=1) for key in metric.keys}

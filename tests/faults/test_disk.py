@@ -50,7 +50,7 @@ def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_is_used(tmp_path, 
     shutil.copytree(whole, tmp_path / "run")
     newest = latest_checkpoint(tmp_path / "run")
     flip(newest / "net.safetensors")
-    tiny_run(tmp_path / "run")
+    tiny_run(tmp_path / "run", "train.log_every=1")
     assert f"warning: {newest} is damaged" in (output := capsys.readouterr().out)
     assert "resumed at step 4" in output
     assert newest.with_name(f"{newest.name}.damaged").is_dir()
@@ -62,7 +62,7 @@ def test_a_damaged_checkpoint_is_renamed_and_the_previous_one_is_used(tmp_path, 
 def whole(tmp_path_factory):
     """A finished run whose manifest has the status of a killed one."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    tiny_run(folder)
+    tiny_run(folder, "train.log_every=1")
     RunFolder(folder).update({"status": "running"})
     return folder
 
@@ -72,9 +72,7 @@ def test_a_run_without_an_intact_checkpoint_does_not_start_again(tmp_path, whole
     for _, path in steps_in(tmp_path / "run/checkpoints"):
         flip(path / "net.safetensors")
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match="no intact checkpoint to resume from: start a new run with run_name="
-        ):
+        with pytest.raises(ValueError, match="no intact checkpoint to resume from: start a new run with"):
             tiny_trainer(tmp_path / "run")
     assert metrics(tmp_path / "run") == metrics(whole)
 
@@ -185,9 +183,8 @@ def fail_saves_before(trainer, step):
     trainer.checkpoints.save = with_limit
 
 
-def test_a_temporarily_full_disk_costs_only_checkpoints(tmp_path, capsys):
+def test_a_temporarily_full_disk_costs_only_checkpoints(tmp_path, whole, capsys):
     """Saving fails at steps 2 and 4; then the disk has room again."""
-    tiny_run(tmp_path / "whole", "train.log_every=1")
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=1")
     fail_saves_before(trainer, 6)
     run_training(trainer, run)
@@ -196,24 +193,22 @@ def test_a_temporarily_full_disk_costs_only_checkpoints(tmp_path, capsys):
     assert "File too large" in output
     assert "the run has no checkpoint yet. Training continues and tries again at the next save" in output
     assert [step for step, _ in steps_in(tmp_path / "run/checkpoints")] == [6]
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
+    assert_same_run(whole, tmp_path / "run")
 
 
-def test_a_full_disk_ends_a_run_only_at_its_last_checkpoint(tmp_path):
-    trainer, run = tiny_trainer(tmp_path / "run")
+def test_a_full_disk_ends_a_run_only_at_its_last_checkpoint(tmp_path, whole):
+    trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=1")
     fail_saves_before(trainer, 7)
     with pytest.raises(UserError, match=r"^cannot save step 6: .*; the run has no checkpoint yet$"):
         run_training(trainer, run)
     assert run.manifest()["status"] == "failed"
     assert "cannot save step 6" in run.manifest()["failure"]["reason"]
-    tiny_run(tmp_path / "run")
-    tiny_run(tmp_path / "whole")
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
+    tiny_run(tmp_path / "run", "train.log_every=1")
+    assert_same_run(whole, tmp_path / "run")
 
 
-def test_metrics_wait_for_room_on_a_full_disk(tmp_path, capsys):
+def test_metrics_wait_for_room_on_a_full_disk(tmp_path, whole, capsys):
     """The lines go to /dev/full; a checkpoint keeps them."""
-    tiny_run(tmp_path / "whole", "train.log_every=1")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(UserError, match="No space left on device"):
@@ -223,11 +218,10 @@ def test_metrics_wait_for_room_on_a_full_disk(tmp_path, capsys):
     assert RunFolder(tmp_path / "run").manifest()["status"] == "failed"
     (tmp_path / "run/metrics.jsonl").unlink()
     tiny_run(tmp_path / "run", "train.log_every=1")
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
+    assert_same_run(whole, tmp_path / "run")
 
 
-def test_metrics_are_written_once_when_there_is_room_again(tmp_path):
-    tiny_run(tmp_path / "whole", "train.log_every=1")
+def test_metrics_are_written_once_when_there_is_room_again(tmp_path, whole):
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=1")
     file = trainer.recorder.metrics_file
     flush, sizes = file.flush, []
@@ -240,7 +234,7 @@ def test_metrics_are_written_once_when_there_is_room_again(tmp_path):
 
     file.flush = with_limit
     run_training(trainer, run)
-    assert_same_run(tmp_path / "whole", tmp_path / "run")
+    assert_same_run(whole, tmp_path / "run")
 
 
 @pytest.mark.parametrize("folder", ["/sys/run", "/dev/null/run"])
@@ -253,9 +247,7 @@ def test_a_folder_that_is_in_use_is_left_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("training.run_folder.LOCK_WITHIN_SEC", 0.1)
     trainer, run = tiny_trainer(tmp_path)
     before = (tmp_path / "manifest.json").read_text()
-    with pytest.raises(
-        Busy, match=rf"^output_dir={tmp_path} is in use by process {os.getpid()} on .*: end it, or try again"
-    ):
+    with pytest.raises(Busy, match=rf"^output_dir={tmp_path} is in use by process {os.getpid()} on "):
         tiny_trainer(tmp_path)
     assert (tmp_path / "manifest.json").read_text() == before
     assert "in use" not in capsys.readouterr().out, "one line, and that is the error"

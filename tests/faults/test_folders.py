@@ -81,9 +81,7 @@ def drawing(tmp_path_factory):
     [("moved", "tensorboard", 2), ("removed", "tensorboard", 5), ("taken", "none", 2)],
 )
 def test_a_run_whose_folder_is_moved_stops_and_writes_nothing_there(tmp_path, drawing, what, tracker, step):
-    """A grid of samples follows step 2, and the last save follows step 5. A tracker opens its file at its
-    first line.
-    """
+    """After step 2 it would draw a picture, after step 5 save; a tracker opens its file at its first line."""
     folder, elsewhere = tmp_path / "runs/run", tmp_path / "moved"
     options = (f"tracker={tracker}", *DRAWING)
     trainer, run = tiny_trainer(folder, *options)

@@ -54,10 +54,8 @@ def test_a_signal_saves_after_the_step_and_the_run_resumes_bitwise(
     assert trainer.step == trainer.saved_step == at + 1
     manifest = run.manifest()
     assert (manifest["status"], manifest["reason"], manifest["step"]) == ("stopped", reason, at + 1)
-    assert (
-        f"stopped at step {at + 1}, which is saved ({reason}): run the same command again"
-        in capsys.readouterr().out
-    )
+    reported = f"stopped at step {at + 1}, which is saved ({reason}): run the same command again"
+    assert reported in capsys.readouterr().out
     tiny_run(tmp_path / "run", *options)
     manifest = run.manifest()
     assert (manifest["status"], manifest["reason"]) == ("finished", "")

@@ -81,16 +81,6 @@ def test_padding_has_no_effect(conditioning, text, attention, pool_text):
 
 
 @BOTH
-@torch.no_grad()
-def test_captions_matter_and_each_sample_sees_its_own(conditioning):
-    net, (x, c_noise, _), rows = text_net(conditioning), small_batch(), captions()
-    F_x, other = net(x, c_noise, rows), rows.clone()
-    other[0, 0] = 1 + other[0, 0] % 9
-    changed = (net(x, c_noise, other) - F_x).abs().amax(dim=(1, 2, 3))
-    assert changed[0] > 1e-4 and not changed[1:].any()
-
-
-@BOTH
 def test_text_never_bypasses(conditioning):
     net, (x, c_noise, _), inputs = text_net(conditioning), small_batch(), []
     for block in net.blocks:
@@ -109,11 +99,8 @@ def test_text_never_bypasses(conditioning):
 
 @BOTH
 def test_captions_are_dropped_for_guidance(conditioning):
-    net, (x, c_noise, _), rows = (
-        text_net(conditioning, routes=(), class_dropout_prob=0.5),
-        small_batch(),
-        captions(),
-    )
+    net = text_net(conditioning, routes=(), class_dropout_prob=0.5)
+    (x, c_noise, _), rows = small_batch(), captions()
     empty = net.null_labels(4)
     assert empty.shape == rows.shape and empty.dtype == rows.dtype and not empty.any()
     net.train()

@@ -25,12 +25,8 @@ def network(block=DiTBlock, **options):
 @pytest.mark.parametrize("block", [DiTBlock, LightningBlock])
 @torch.no_grad()
 def test_tokens_are_modulated_by_the_output_of_the_blocks(block, prefix):
-    net, x, c_noise, labels = (
-        network(block, num_prefix_tokens=prefix),
-        torch.randn(2, 3, 8, 8),
-        torch.randn(2),
-        torch.tensor([1, 2]),
-    )
+    net, x = network(block, num_prefix_tokens=prefix), torch.randn(2, 3, 8, 8)
+    c_noise, labels = torch.randn(2), torch.tensor([1, 2])
     seen = []
     net.blocks[-1].register_forward_hook(lambda module, args, output: seen.append(output))
     F_x = net(x, c_noise, labels)

@@ -1,7 +1,6 @@
 """Ablations of the window: two separate sequences, and the corrected self logit."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -12,15 +11,13 @@ from routing import Routing
 from tests.networks import PAPER, small_batch, small_dit
 from tests.runs import tiny_run
 
-BY_TOKEN = [False, True]
 
-
-def case(by_token=False, ratio_noise_seed=1, **options):
+def case(by_token=False, **options):
     """A routed network in float64, a batch, and the noise that selects 8 of 16 tokens."""
     net = small_dit([PAPER], class_dropout_prob=0.0, **options).double().train()
     x, c_noise, labels = small_batch()
     c_noise = torch.randn(4, 16, dtype=torch.float64) if by_token else c_noise.double()
-    noise = torch.rand(4, 16, generator=torch.Generator().manual_seed(ratio_noise_seed))
+    noise = torch.rand(4, 16, generator=torch.Generator().manual_seed(1))
     return net, (x.double().requires_grad_(), c_noise, labels), noise
 
 
@@ -66,7 +63,7 @@ def assert_same(actual, expected, tolerance=1e-11):
         assert a is None or torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("by_token", BY_TOKEN)
+@pytest.mark.parametrize("by_token", [False, True])
 @pytest.mark.parametrize("block", ["dit", "sprint", "lightning"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_separate_halves_pass_the_window_alone(block, by_token, checkpointing):
@@ -95,17 +92,6 @@ def test_unequal_parts_train_with_compiled_blocks(tmp_path):
     options = ("model.window=separate", "model.routes.0.selection_ratio=0.25", "train.compile=true")
     tiny_run(tmp_path / "run", "model=tread", *options, "train.total_steps=2")
     assert (tmp_path / "run/checkpoints/step_00000002").is_dir()
-
-
-def test_separate_windows_compile_and_are_dense_in_eval_mode():
-    net, batch, noise = case(window="separate")
-    dense = small_dit(class_dropout_prob=0.0).double()
-    assert torch.equal(net.eval()(*batch), dense.eval()(*batch))
-    expected = net.train()(*batch, routing=Routing(noise=[noise]))
-    for layer in net.blocks:
-        layer.compile(fullgraph=True)
-    output = net(*batch, routing=Routing(noise=[noise]))
-    assert torch.allclose(output, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_separate_halves_save_half_of_the_attention_of_the_window():
@@ -164,15 +150,9 @@ def test_the_self_logit_block_matches_its_equation(attention, checkpointing):
     tolerance = 1e-11 if attention == "sdpa" else 1e-5  # the softmax of explicit attention is fp32
     assert torch.allclose(output, expected, rtol=tolerance, atol=tolerance)
     assert_same(gradients(net, output, batch[0]), gradients(net, expected, batch[0]), tolerance)
-    plain = by_hand(net, batch, noise, partial(corrected_without, net))
-    assert not torch.allclose(output, plain, rtol=1e-3, atol=1e-3)
-
-
-def corrected_without(net, layer, x, c, positions):
-    layer.attn.full_length = None
-    result = layer(x, c, positions)
-    layer.attn.full_length = 16
-    return result
+    for layer in net.blocks:
+        layer.attn.full_length = None  # no correction
+    assert not torch.allclose(output, by_hand(net, batch, noise), rtol=1e-3, atol=1e-3)
 
 
 def test_the_correction_keeps_the_mean_weight_of_a_token_for_itself():
@@ -185,8 +165,9 @@ def test_the_correction_keeps_the_mean_weight_of_a_token_for_itself():
     assert layer._bias(1, torch.zeros(1)) is None, "a single token sees only itself"
 
 
-def test_a_dense_sequence_is_not_corrected_and_windows_compile():
-    net, batch, noise = case(block="self_logit")
+@pytest.mark.parametrize("options", [{"window": "separate"}, {"block": "self_logit"}], ids=str)
+def test_both_ablations_compile_and_are_dense_in_eval_mode(options):
+    net, batch, noise = case(**options)
     plain = small_dit(class_dropout_prob=0.0).double()
     assert torch.equal(net.eval()(*batch), plain.eval()(*batch))
     expected = net.train()(*batch, routing=Routing(noise=[noise]))

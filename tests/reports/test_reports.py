@@ -15,16 +15,7 @@ from scipy.stats import t
 
 from reports.__main__ import ReportsConfig, main, write_reports
 from reports.page import constants, levels_of, page, panels_of, pictures_of, status_line
-from reports.runs import (
-    MAX_NAME,
-    Run,
-    as_csv,
-    as_text,
-    changes,
-    group_runs,
-    read_metrics,
-    table,
-)
+from reports.runs import MAX_NAME, Run, as_csv, as_text, changes, group_runs, read_metrics, table
 from tests.runs import composed, metrics
 from training.recorder import LEVEL
 from training.run_folder import RunFolder

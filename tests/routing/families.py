@@ -79,14 +79,8 @@ def for_sd3(inputs, controlnet=False):
     return {"block_controlnet_hidden_states": residuals(2)} if controlnet else {}
 
 
-def for_pixart(inputs, mask=False):
-    further = {"attention_mask": (randn(NUM_SAMPLES, NUM_TOKENS, seed=4) > -0.5).float()} if mask else {}
-    return {"encoder_attention_mask": SIZES.text_mask, **further}
-
-
-def for_wan(inputs, timestep_per_token=False):
-    per_token = 100 * torch.arange(NUM_SAMPLES)[:, None] + torch.arange(NUM_TOKENS)
-    return {"timestep": per_token} if timestep_per_token else {}
+def for_pixart(inputs):
+    return {"encoder_attention_mask": SIZES.text_mask}
 
 
 BOTH = ("transformer_blocks", "single_transformer_blocks")
@@ -98,5 +92,5 @@ FAMILIES = {
     "sd3": Family("SD3Transformer2DModel", options=SD3_OPTIONS, further=for_sd3),
     "pixart": Family("PixArtTransformer2DModel", further=for_pixart),
     "auraflow": Family("AuraFlowTransformer2DModel", ("joint_transformer_blocks", BOTH[1]), AURAFLOW_OPTIONS),
-    "wan": Family("WanTransformer3DModel", ("blocks",), further=for_wan),
+    "wan": Family("WanTransformer3DModel", ("blocks",)),
 }

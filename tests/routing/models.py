@@ -382,6 +382,10 @@ def stable_audio(s):
 # Options of each class in addition to the usual ones, and its inputs. A variant has a name after the class.
 MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     **{name: partial(published, name) for name in WIDTHS},
+    "SD3Transformer2DModel, dual": lambda s: plus(  # the image attends also to itself alone
+        published("SD3Transformer2DModel", s), {"dual_attention_layers": (0, 2), "qk_norm": "rms_norm"}, {}
+    ),
+    "WanTransformer3DModel, image": with_image,
     "AceStepTransformer1DModel": lambda s: (  # the window extends by `side` in both directions
         {"num_key_value_heads": s.num_heads // 2, "sliding_window": s.side, "intermediate_size": 3 * s.width},
         {
@@ -433,10 +437,7 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     "ConsisIDTransformer3DModel": lambda s: plus(  # every second block is followed by attention to a face
         cogvideox(s),
-        {
-            **{"LFE_depth": 5, "LFE_num_scale": 5, "LFE_output_dim": int(s.width / 3 * 2)},
-            "is_train_face": True,
-        },
+        {"LFE_depth": 5, "LFE_num_scale": 5, "LFE_output_dim": s.width * 2 // 3, "is_train_face": True},
         {"id_cond": s.pooled, "id_vit_hidden": [torch.randn(s.batch, 3, POOLED_DIM) for _ in range(5)]},
     ),
     # Each frame has its own timestep (Cosmos 2), each block adds learned positions (Cosmos 1).
@@ -629,17 +630,12 @@ MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
         },
     ),
     "MochiTransformer3DModel": lambda s: (
-        {
-            **{"time_embed_dim": 32, "pooled_projection_dim": s.width // 2},
-            "max_sequence_length": s.num_text,
-        },
+        {"time_embed_dim": 32, "pooled_projection_dim": s.width // 2, "max_sequence_length": s.num_text},
         {"hidden_states": s.image(12).unsqueeze(2), **s.masked, "timestep": 1000 * s.time},
     ),
     "MotifVideoTransformer3DModel": lambda s: (  # with a reference image
-        {
-            **s.double_single,
-            **{"enable_text_cross_attention_dual": True, "enable_text_cross_attention_single": True},
-        },
+        s.double_single
+        | {"enable_text_cross_attention_dual": True, "enable_text_cross_attention_single": True},
         {
             **{"hidden_states": s.video(33), **s.masked, "timestep": s.steps},
             "image_embeds": torch.randn(s.batch, 3, POOLED_DIM),

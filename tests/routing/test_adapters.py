@@ -46,10 +46,7 @@ def test_a_model_that_does_not_run_its_list_of_blocks_is_refused():
     model = vit()
     attach(model, [WINDOW], adapter=VIT)
     model.set_grad_checkpointing(True)  # timm then runs the children of the list
-    with pytest.raises(
-        ValueError,
-        match="the route of layers 1 to 3 was not applied: VisionTransformer does not run its blocks",
-    ):
+    with pytest.raises(ValueError, match="route of layers 1 to 3 was not applied: VisionTransformer does n"):
         model(torch.randn(1, 3, 32, 32))
 
 
@@ -96,26 +93,16 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids, attention_mask):
         x, T = self.embed(input_ids), input_ids.shape[1]
-        angles = torch.arange(T)[None, :, None] / 10 ** torch.linspace(0, 2, 16)  # (1, T, d)
         causal, eye = torch.ones(T, T, dtype=torch.bool).tril(), torch.eye(T, dtype=torch.bool)
         causal = causal & attention_mask[:, None, None].bool() | eye  # (N, 1, T, T)
         for layer in self.layers[:5]:  # a slice, as in such models
-            x = layer(x, attention_mask=causal, position_embeddings=(angles.cos(), angles.sin()))
+            x = layer(x, attention_mask=causal, position_embeddings=tables(torch.arange(T)))
         return x
 
 
-DECODER = Adapter(
-    [
-        BlockList(
-            "layers",
-            by_token={
-                "attention_mask": lambda mask, kept: kept.gather(kept.gather(mask, -1), -2),
-                "position_embeddings": lambda tables, kept: tuple(kept.gather(table) for table in tables),
-            },
-        )
-    ],
-    accepts=["input_ids", "attention_mask"],
-)
+POSITIONS = {"position_embeddings": lambda tables, kept: tuple(kept.gather(table) for table in tables)}
+BY_TOKEN = POSITIONS | {"attention_mask": lambda mask, kept: kept.gather(kept.gather(mask, -1), -2)}
+DECODER = Adapter(BlockList("layers", by_token=BY_TOKEN), accepts=["input_ids", "attention_mask"])
 
 
 def test_a_language_model_keeps_positions_and_masks_with_the_tokens():
@@ -167,9 +154,6 @@ class Packed(nn.Module):
                 x = torch.cat([x[:num_cut], layer_text.transpose(0, 1)])
             x = self.run(layer, x, tables(positions))
         return x[:num_tokens].transpose(0, 1)
-
-
-POSITIONS = {"position_embeddings": lambda tables, kept: tuple(kept.gather(table) for table in tables)}
 
 
 def packed_adapter(cuts):

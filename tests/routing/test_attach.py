@@ -15,38 +15,20 @@ from accelerate import Accelerator
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from accelerate.state import AcceleratorState
 from diffusers import FirstBlockCacheConfig
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from routing import (
-    Adapter,
-    BlockList,
-    Route,
-    Routing,
-    attach,
-    detach,
-    norm_router,
-    prove,
-)
+from routing import Adapter, BlockList, Route, Routing, attach, detach, norm_router, prove
 from routing.adapters.families import adapter_of
-from tests.routing.families import FAMILIES, NUM_SAMPLES, NUM_TOKENS, randn, seeded
-from tests.routing.models import TEXT_DIM, built, in_double
+from tests.routing.families import FAMILIES, NUM_SAMPLES, NUM_TOKENS, seeded
+from tests.routing.models import built, in_double
 
 WINDOW = Route(0.5, 1, -2)
 REFERENCE_FIRST = (torch.arange(NUM_TOKENS) < 4).float()[:, None] * torch.tensor([1.0, 0, 0])
-# Additional arguments that are indexed by token.
-VARIANTS = [
-    *((name, {}) for name in FAMILIES),
-    ("flux", {"num_reference_tokens": 4}),
-    ("flux", {"controlnet": True}),
-    ("flux", {"mask": True}),
-    ("flux", {"num_reference_tokens": 4, "controlnet": True, "mask": True}),
-    ("sd3", {"controlnet": True}),
-    ("pixart", {"mask": True}),
-    ("wan", {"timestep_per_token": True}),
-]
+# FLUX also with all its arguments that are indexed by token.
+VARIANTS = [(name, {}) for name in FAMILIES]
+VARIANTS.append(("flux", {"num_reference_tokens": 4, "controlnet": True, "mask": True}))
 every_family = pytest.mark.parametrize("name", FAMILIES)
 # For tests of code outside the adapters: one list whose blocks return a tensor, two whose blocks return two.
 two_families = pytest.mark.parametrize("name", ["wan", "flux"])
@@ -70,24 +52,8 @@ def attached(name, **variant):
     return model, arguments
 
 
-def check(model, arguments, windows=(WINDOW,)):
-    """Prove the adapter of a model in double precision."""
-    for window in windows:
-        proof = prove(model.double(), adapter_of(model), tree_map(in_double, arguments), window)
-        assert proof.dense == 0 and proof.routed < 1e-9
-
-
 def with_gradient(arguments):
     return {**arguments, "hidden_states": arguments["hidden_states"].clone().requires_grad_()}
-
-
-@every_variant
-def test_routes_equal_a_model_that_hides_bypassing_tokens(name, variant):
-    model, arguments = made(name, **variant)
-    if "controlnet_single_block_samples" in arguments:
-        arguments["controlnet_single_block_samples"][-1].zero_()  # added after the window
-    whole = Route(0.75, 0, -1)
-    check(model, arguments, [whole] if "controlnet" in variant else [whole, WINDOW])
 
 
 @pytest.mark.parametrize(
@@ -254,7 +220,6 @@ def test_positions_may_be_given_for_each_sample():
     ("name", "arguments", "message"),
     [
         ("flux", {"img_ids": REFERENCE_FIRST}, "must come before tokens of reference images"),
-        ("pixart", {"cross_attention_kwargs": {"gligen": {}}}, r"cross_attention_kwargs\.gligen of"),
         ("wan", {"routing": Routing(1.0)}, r"^selection_ratio=1.0 must be below 1 with attach$"),
         ("wan", {"routing": Routing([0.5, 0.5])}, r"selection_ratio=\[0\.5, 0\.5\] must be .* each of 1"),
     ],
@@ -266,13 +231,8 @@ def test_arguments_that_are_not_supported_are_refused_by_name(name, arguments, m
     run(model, usual)
 
 
-def test_unknown_attention_is_refused_by_name():
+def test_caches_parallelism_and_gated_attention_are_refused_by_name():
     model, arguments = attached("flux")
-    attention = model.transformer_blocks[0].attn
-    attention.set_processor(FluxIPAdapterAttnProcessor(32, TEXT_DIM))
-    with pytest.raises(ValueError, match="FluxIPAdapterAttnProcessor of FluxTransformer2DModel"):
-        run(model, arguments)
-    attention.set_processor(FluxAttnProcessor())
     model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
     with pytest.raises(ValueError, match="the cache of FluxTransformer2DModel"):
         run(model, arguments)
@@ -300,7 +260,8 @@ def test_projections_may_be_fused(name):
         model = rebuilt(name, dual_attention_layers=())  # diffusers cannot fuse their second attention
     model.fuse_qkv_projections()
     assert any(getattr(module, "fused_projections", False) for module in model.modules())
-    check(model, arguments)
+    proof = prove(model.double(), adapter_of(model), tree_map(in_double, arguments), WINDOW)
+    assert proof.dense == 0 and proof.routed < 1e-9
 
 
 def test_arguments_may_be_positional_and_residuals_repeated():
@@ -315,19 +276,6 @@ def test_arguments_may_be_positional_and_residuals_repeated():
     positional = [repeated.get(name) for name in names]
     positional[names.index("return_dict")] = False
     assert torch.equal(model(*positional, generator=seeded())[0], expected)
-
-
-def test_wan_takes_image_embeddings_in_addition_to_the_text():
-    model = rebuilt("wan", image_dim=8, added_kv_proj_dim=32)
-    arguments = {
-        **FAMILIES["wan"].arguments(),
-        # Wan takes the last 512 for the text.
-        "encoder_hidden_states": randn(NUM_SAMPLES, 512, TEXT_DIM, seed=2),
-        "encoder_hidden_states_image": randn(NUM_SAMPLES, 3, 8, seed=9),
-    }
-    without = {**arguments, "encoder_hidden_states_image": randn(NUM_SAMPLES, 3, 8, seed=10)}
-    assert not torch.equal(run(model, without), run(model, arguments)), "they have no effect"
-    check(model, arguments)
 
 
 def test_unknown_models_and_blocks_that_do_not_fit_are_refused():
@@ -370,8 +318,6 @@ def test_a_model_may_be_compiled_as_a_whole():
 
 def test_a_forward_that_would_lose_the_routes_is_refused():
     model = FAMILIES["sd3"].build()
-    with pytest.raises(ValueError, match=r"^routes=\(\) must be a routing.Route, or several"):
-        attach(model, [])
     add_hook_to_module(model, ModelHook())
     with pytest.raises(ValueError, match="forward of SD3Transformer2DModel was replaced"):
         attach(model, [WINDOW])
@@ -492,7 +438,7 @@ def test_wrong_options_of_a_pass_are_one_line(options, message):
         run(model, arguments, **options)
 
 
-@pytest.mark.parametrize("routes", [0.5, [0.5], None])
+@pytest.mark.parametrize("routes", [0.5, [0.5], None, []])
 def test_routes_must_be_routes(routes):
     with pytest.raises(ValueError, match=r"^routes=\(.*\) must be a routing.Route, or several"):
         attach(made("sd3")[0], routes)

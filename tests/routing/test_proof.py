@@ -200,12 +200,7 @@ def test_a_class_refuses_what_its_adapter_does_not_know(name):
     ("name", "key", "change", "message"),
     [
         ("Ideogram4Transformer2DModel", "indicator", lambda x: x.flip(1), "must come last"),
-        (
-            "JoyImageEditTransformer3DModel",
-            "hidden_states",
-            lambda x: x.unsqueeze(1),
-            "a row of reference items of",
-        ),
+        ("JoyImageEditTransformer3DModel", "hidden_states", lambda x: x.unsqueeze(1), "a row of reference"),
         ("JoyImageEditPlusTransformer3DModel", "shape_list", lambda x: [x[0], [(1, 3, 4)]], r"\[12, 16\]"),
         ("Lumina2Transformer2DModel", "encoder_attention_mask", lambda x: x.tril(2), r"texts of \[3, 4\]"),
         ("ZImageTransformer2DModel", "x", lambda x: [x[0], x[1][..., :4]], "needs one image per sample"),
@@ -235,11 +230,8 @@ def test_a_class_that_copies_one_of_diffusers_takes_its_adapter():
     """A trainer's own class, with its own class of lists."""
     model, arguments = built("SD3Transformer2DModel")
     kind = type(model)
-    copied = type(
-        "Copied",
-        (kind,),
-        {"__module__": "trainer", "forward": lambda self, *a, **k: kind.forward(self, *a, **k)},
-    )
+    members = {"__module__": "trainer", "forward": lambda self, *a, **k: kind.forward(self, *a, **k)}
+    copied = type("Copied", (kind,), members)
     copied.forward.__signature__ = inspect.signature(kind.forward)
     model.__class__ = copied
     model.transformer_blocks = type("Mutable", (torch.nn.ModuleList,), {})([*model.transformer_blocks])

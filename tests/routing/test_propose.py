@@ -192,26 +192,11 @@ def test_torch_s_own_causal_layers_are_proved(masks):
     ("model", "samples", "prefix", "message"),
     [
         (lambda: Stack(Convolving), 2, None, "the error is .* of the change that routes make"),
-        (
-            lambda: Stack(Named),
-            2,
-            None,
-            "Stack has no list of blocks that run in order and whose attention",
-        ),
-        (
-            lambda: Backwards(Convolving),
-            2,
-            None,
-            "Backwards has no list of blocks that run in order and wh",
-        ),
+        (lambda: Stack(Named), 2, None, "Stack has no list of blocks that run in order and whose attention"),
+        (lambda: Backwards(Convolving), 2, None, "Backwards has no list of blocks that run in order and wh"),
         (lambda: Stack(Named), 1, None, "hidden_states must have at least two samples"),
         (lambda: Padded(Attending), 2, None, "hidden_states of blocks has 5 suffix tokens .*: pass num_suff"),
-        (
-            lambda: Stack(Attending),
-            2,
-            lambda *_: 4,
-            "no sequence has the 4 prefix tokens that num_prefix_tokens",
-        ),
+        (lambda: Stack(Attending), 2, lambda *_: 4, "no sequence has the 4 prefix tokens that"),
     ],
 )
 def test_an_error_says_what_was_observed_if_no_adapter_passes(model, samples, prefix, message):

@@ -157,11 +157,7 @@ def test_the_grid_router_keeps_the_lowest_noise_of_each_group():
     [
         (grid_router, 12, "model/router=grid needs a square number of tokens, not 12"),
         (grid_router, 9, "model.router.side=2 must divide the side of the token grid, 3"),
-        (
-            partial(grid_router, side=0),
-            16,
-            "model.router.side=0 must divide the side of the token grid, 4",
-        ),
+        (partial(grid_router, side=0), 16, "model.router.side=0 must divide the side of the token grid, 4"),
         (partial(norm_router, weight=1.5), 8, "model.router.weight=1.5 must be in (0, 1]"),
     ],
 )

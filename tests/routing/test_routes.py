@@ -1,4 +1,3 @@
-import json
 import re
 
 import numpy as np
@@ -17,10 +16,8 @@ def test_negative_indices_count_from_the_end():
 
 
 def test_routes_come_back_in_the_order_of_the_layers_and_may_touch():
-    assert resolve_routes([Route(0.3, 4, 7), Route(0.5, 0, 3)], depth=8) == (
-        Route(0.5, 0, 3),
-        Route(0.3, 4, 7),
-    )
+    first, second = Route(0.5, 0, 3), Route(0.3, 4, 7)
+    assert resolve_routes([second, first], depth=8) == (first, second)
 
 
 @pytest.mark.parametrize(
@@ -31,11 +28,7 @@ def test_routes_come_back_in_the_order_of_the_layers_and_may_touch():
         ([Route(float("nan"), 2, 4)], 8, r"model\.routes\.0\.selection_ratio=nan"),
         ([Route(0.5, 2, 4), Route(0.5, 5, 8)], 8, r"model\.routes\.1\.end_layer_idx=8 must be in \[-8, 7\]"),
         ([Route(0.5, -9, 4)], 8, r"model\.routes\.0\.start_layer_idx=-9"),
-        (
-            [Route(0.5, 5, 4)],
-            8,
-            r"model\.routes\.0\.start_layer_idx=5 .* must not come after end_layer_idx=4",
-        ),
+        ([Route(0.5, 5, 4)], 8, r"routes\.0\.start_layer_idx=5 .* must not come after end_layer_idx=4"),
         ([Route(0.5, 2, -4)], 4, r"model\.routes\.0\.start_layer_idx=2 .* end_layer_idx=-4 \(layer 0\)"),
         ([Route(0.5, 4, 6), Route(0.5, 2, 4)], 8, r"model\.routes\.1 .* and model\.routes\.0 .* overlap"),
         ([Route(0.5, 1, 6), Route(0.5, 3, -4)], 8, r"model\.routes\.0 .* and model\.routes\.1 .* overlap"),
@@ -105,11 +98,9 @@ def test_the_page_has_the_recipes_and_their_windows():
 
 
 def test_a_configuration_of_simpletuner_is_read():
-    text = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
-    assert from_simpletuner(json.loads(text)) == (Route(0.5, 2, -2),)
-    assert from_simpletuner({"model_family": "flux", "tread_config": json.loads(text)}) == (
-        Route(0.5, 2, -2),
-    )
+    config = {"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}
+    for given in (config, {"model_family": "flux", "tread_config": config}):
+        assert from_simpletuner(given) == (Route(0.5, 2, -2),)
     routes = known_routes("advanced")
     assert from_simpletuner({"routes": [vars(route) for route in routes]}) == tuple(routes)
 
@@ -125,10 +116,7 @@ ROUTE = {"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": 3}
         ({"tread_config": None}, "tread_config=None must have one key, routes"),
         ({"model_family": "flux"}, "must have one key, routes"),
         ({"routes": [None]}, r"routes\.0=None must have selection_ratio, start_layer_idx, end_layer_idx"),
-        (
-            {"routes": [ROUTE | {"selection_ratio": "0.5"}]},
-            r"routes\.0: selection_ratio='0.5' of a route must",
-        ),
+        ({"routes": [ROUTE | {"selection_ratio": "0.5"}]}, r"routes\.0: selection_ratio='0.5' of a route"),
         ({"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2}]}, r"routes\.0=.* must have selection_r"),
         ({"routes": [ROUTE, ROUTE | {"ratio": 0.5}]}, r"routes\.1=.* must have selection_ratio"),
     ],

@@ -68,6 +68,7 @@ def test_lengths_are_exactly_the_lengths_of_steps():
 
 @given(num_tokens=st.integers(1, 300), ratio=RATIOS, forced=st.integers(0, 300))
 def test_grow_takes_the_next_of_a_few_sizes(num_tokens, ratio, forced):
+    """The smallest of at most five sizes that holds the kept tokens and all forced ones."""
     forced = min(forced, num_tokens)
     sizes = {num_tokens_kept(num_tokens, grow_ratio(ratio, num_tokens, n)) for n in range(num_tokens + 1)}
     assert len(sizes) <= 5

@@ -60,13 +60,6 @@ def test_a_generator_fixes_the_draw_and_samples_differ():
 
 
 @given(**SHAPES, ratio=RATIOS)
-def test_an_identity_window_changes_nothing(num_samples, num_tokens, ratio):
-    x = torch.randn(num_samples, num_tokens, 3)
-    ids = sample_ids_keep(num_samples, num_tokens, ratio)
-    assert torch.equal(end_route(start_route(x, ids), ids, x), x)
-
-
-@given(**SHAPES, ratio=RATIOS)
 def test_start_and_end_agree_with_a_loop(num_samples, num_tokens, ratio):
     x = torch.randn(num_samples, num_tokens, 3)
     ids = sample_ids_keep(num_samples, num_tokens, ratio)

@@ -38,12 +38,6 @@ WAYS = {
 }
 
 
-def arguments_of(family, rank):
-    """Return samples that differ between processes."""
-    arguments = family.arguments()
-    return {**arguments, "hidden_states": randn(*arguments["hidden_states"].shape, seed=20 + rank)}
-
-
 def loss_of(output):
     return output.square().mean()
 
@@ -77,7 +71,9 @@ def outcome(family, build, rank):
 
 
 def passes(model, family, rank):
-    arguments, generator = arguments_of(family, rank), seeded(rank)
+    """Yield the outputs of a rank, whose samples differ from those of the other rank."""
+    arguments, generator = family.arguments(), seeded(rank)
+    arguments["hidden_states"] = randn(*arguments["hidden_states"].shape, seed=20 + rank)
     for ratio in RATIOS[rank]:
         yield model(**arguments, routing=Routing(ratio), generator=generator).sample
 

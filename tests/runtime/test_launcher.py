@@ -62,11 +62,7 @@ def test_options_of_launchers_that_are_not_supported_are_refused(monkeypatch, va
     ("program", "variables", "line"),
     [
         ("-m examples.finetune", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: train.parallel"),
-        (
-            "-m examples.finetune",
-            {"ACCELERATE_MIXED_PRECISION": "bf16"},
-            "mixed_precision=no, but the launcher",
-        ),
+        ("-m examples.finetune", {"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed_precision=no, but the"),
         ("train.py", {"ACCELERATE_USE_FSDP": "true"}, "ACCELERATE_USE_FSDP=true: train.parallel decides"),
     ],
 )

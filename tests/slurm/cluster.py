@@ -125,14 +125,8 @@ class Cluster:
 
     def submit(self, *arguments: str, folder: Path) -> str:
         """Submit a job in a folder; return its id."""
-        options = {
-            "env": self.environment,
-            "capture_output": True,
-            "text": True,
-            "cwd": folder,
-            "timeout": 60,
-        }
-        result = subprocess.run(["sbatch", "--parsable", *arguments], **options)
+        options = {"env": self.environment, "capture_output": True, "text": True, "timeout": 60}
+        result = subprocess.run(["sbatch", "--parsable", *arguments], cwd=folder, **options)
         assert result.returncode == 0, result.stderr
         return result.stdout.strip()
 

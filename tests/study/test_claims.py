@@ -262,10 +262,8 @@ def test_a_failed_gate_makes_a_claim_untestable(folder, header):
 
 
 def test_the_worst_dense_arm_decides_the_gates_of_samples(folder, header):
-    record, real = (
-        Record("twins_captions-64", folder, header),
-        {"baseline": "real held-out", "precision": 0.9},
-    )
+    record = Record("twins_captions-64", folder, header)
+    real = {"baseline": "real held-out", "precision": 0.9}
     for arm, guided, precision in (("dense, prefix", 0.05, 0.5), ("dense, cross", 0.08, 0.2)):
         scores = {"fd_cells_held_out": 0.1, "precision": precision}
         guided = row(arm, 0, 9, 9, CFG[0], noise=0, fd_cells_held_out=guided)
@@ -296,12 +294,7 @@ def test_all_changed_dense_arms_must_beat_the_baselines(folder, header):
 
 
 def test_a_bound_holds_for_every_value(folder, header):
-    rows = [
-        {"x": 1.2, "y": 2, "z": "a"},
-        {"x": 1.4, "y": 2, "z": "a"},
-        {"x": None},
-        {"x": 9, "y": 1, "z": "b"},
-    ]
+    rows = [{"x": x, "y": 2, "z": "a"} for x in (1.2, 1.4)] + [{"x": None}, {"x": 9, "y": 1, "z": "b"}]
     Record("speed", folder, header).add("all", rows)
     Record("speed_of_another", folder, header).add("all", [{"x": 9}])
 

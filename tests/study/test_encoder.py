@@ -9,7 +9,7 @@ from data.manifest import read_manifest
 from study.encoder import contrastive_loss, write_features
 
 
-def test_partners_have_the_highest_similarity_where_the_loss_is_low():
+def test_the_contrastive_loss_is_the_cross_entropy_between_partners():
     """Cross-entropy over the rows and the columns of the similarities, divided by 0.1."""
     a = torch.nn.functional.normalize(torch.randn(4, 3), dim=1)
     b = torch.nn.functional.normalize(a + 0.3 * torch.randn(4, 3), dim=1)

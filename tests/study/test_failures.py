@@ -36,21 +36,10 @@ def test_failure_sets_keep_sizes_and_have_their_damage():
 
 
 def test_a_score_notices_a_change_of_three_standard_errors():
-    def row(score, failure, value, higher):
-        return {
-            "score": score,
-            "failure": failure,
-            "value": value,
-            "standard_error": 1.0,
-            "higher_is_better": higher,
-        }
-
-    rows = [row("fd", NONE, 1.0, False), row("fd", "blur", 5.3, False), row("fd", "copies", -5.0, "False")]
-    rows += [
-        row("recall", NONE, 1.0, "True"),
-        row("recall", "blur", 5.2, True),
-        row("recall", "copies", -9, True),
-    ]
+    keys = ("score", "failure", "value", "higher_is_better")
+    cells = [("fd", NONE, 1.0, False), ("fd", "blur", 5.3, False), ("fd", "copies", -5.0, "False")]
+    cells += [("recall", NONE, 1.0, "True"), ("recall", "blur", 5.2, True), ("recall", "copies", -9, True)]
+    rows = [dict(zip(keys, row, strict=True), standard_error=1.0) for row in cells]
     assert table(rows).splitlines()[2:] == [
         "| `fd` | 1 ± 1 | 5.3 **worse** | -5 better |",
         "| `recall` | 1 ± 1 | 5.2 - | -9 **worse** |",

@@ -223,17 +223,12 @@ def test_a_diverged_rate_is_not_searched_again_and_old_failures_stop_nothing(wor
     assert work._run("trainings", [("dense", 0, 0.008)]), "a training that fails is a failure"
 
 
-def test_a_gpu_study_needs_a_gpu(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        twins.parse([str(tmp_path), "glyphs-s2"])
-    assert "glyphs-s2: needs a GPU, or --tiny" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["digits-200"], "digits-200 is a study: the first argument is the folder"),
         (["out", "digits-20"], "unknown study 'digits-20'"),
+        (["out", "glyphs-s2"], "glyphs-s2: needs a GPU, or --tiny"),
         (["out", "digits-200", "--arms", "rooted"], r"unknown arm 'rooted': choose from \['dense', 'routed'"),
         (["out", "digits-200", "--seeds", "100"], "--seeds 100: the search"),
     ],

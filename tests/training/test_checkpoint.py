@@ -126,18 +126,10 @@ def test_heads_and_classes_that_shapes_do_not_show_must_agree(tmp_path, short_ru
     options += (f"train.init_from={file}",)
     state = validated(*TINY, *options, "model.num_heads=6").net().state_dict()
     for num_classes, overrides, message in (
-        (
-            10,
-            (f"train.init_from={short_run.path}", "model.num_heads=2"),
-            "model.num_heads=2 must be 4, as in",
-        ),
+        (10, (f"train.init_from={short_run.path}", "model.num_heads=2"), "num_heads=2 must be 4, as in"),
         (10, (*options, "model.num_heads=6"), None),
         (10, (*options, "model.num_heads=3"), "model.num_heads=3 must be 6, as in train.init_from=.*file.pt"),
-        (
-            11,
-            (*options, "model.num_heads=6"),
-            "data.num_classes=10 must be 11, as train.init_from=.* says",
-        ),
+        (11, (*options, "model.num_heads=6"), "data.num_classes=10 must be 11, as train.init_from=.* says"),
         (11, (*options, "model.num_heads=6", "train.init_from_label_table=false"), None),
     ):
         torch.save({"ema": state, "args": {"num_classes": num_classes}}, file)

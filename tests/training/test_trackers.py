@@ -79,7 +79,7 @@ def test_a_tracker_that_does_not_end_is_abandoned():
 
 @pytest.mark.parametrize(("cut", "kept"), [(1, 1), (22, 1), (42, 0)])
 def test_a_truncated_file_continues_with_complete_lines(tmp_path, cut, kept):
-    """At any byte."""
+    """The file was cut in its last line, or in the one before."""
     path, warnings = tmp_path / "metrics.jsonl", []
     file = MetricsFile(path)
     for step in (1, 2):
