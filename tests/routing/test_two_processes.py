@@ -71,7 +71,7 @@ def outcome(family, build, rank):
 
 
 def passes(model, family, rank):
-    """Yield the outputs of a rank, whose samples differ from those of the other rank."""
+    """Yield the outputs of a rank. Each rank has other samples."""
     arguments, generator = family.arguments(), seeded(rank)
     arguments["hidden_states"] = randn(*arguments["hidden_states"].shape, seed=20 + rank)
     for ratio in RATIOS[rank]:
