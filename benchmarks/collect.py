@@ -1,11 +1,11 @@
-"""Merge records of `benchmarks.gpu` into the project, and write the tables of README.md and RESULTS.md here.
+"""Merge records of `benchmarks.gpu` into the project, and write the tables of RESULTS.md.
 
 A table stands between `<!-- benchmarks.gpu NAME -->` and `<!-- end -->`. Do not edit it by hand. It is empty
 without a record. Records of twins belong to study/results/; `python -m study.claims` writes their page.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,9 +23,8 @@ from benchmarks.results import (
 from runtime.files import write_text
 from runtime.provenance import environment
 
-PAGES = ("benchmarks/README.md", "benchmarks/RESULTS.md")
+PAGE = "benchmarks/RESULTS.md"
 TABLE = re.compile(r"(<!-- benchmarks\.gpu (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-SPEED = ("setting", "images_per_sec", "utilisation", "speedup_over_dense", "share_of_predicted")
 Columns = Mapping[str, Mapping[str, str]]  # stage -> the columns of its table: key -> format
 
 
@@ -56,9 +55,8 @@ def collect(out: Path, columns: Columns, project: Path, tiny: bool) -> None:
             rows = merge_rows(read_results(target), rows)
         write_record(target, rows, header)
         print(f"recorded in {target}")
-    for page in PAGES:
-        results = project / "benchmarks" / "results"
-        write_text(project / page, fill_tables((project / page).read_text(), results, columns))
+    page, results = project / PAGE, project / "benchmarks" / "results"
+    write_text(page, fill_tables(page.read_text(), results, columns))
 
 
 def merge_rows(earlier: Rows, rows: Rows) -> Rows:
@@ -71,22 +69,14 @@ def merge_rows(earlier: Rows, rows: Rows) -> Rows:
 def fill_tables(text: str, results: Path, columns: Columns) -> str:
     """Return the text of a page with new tables."""
     tables = {name: stage_table(results, name, form) for name, form in columns.items()}
-    speed = {key: columns["step"][key] for key in SPEED}
-    tables["speed"] = stage_table(results, "step", speed, lambda row: row.get("step") == "routed")
     return TABLE.sub(lambda match: f"{match[1]}{tables[match[2]]}\n{match[3]}", text)
 
 
-def stage_table(
-    results: Path,
-    stage: str,
-    columns: Mapping[str, str],
-    keep: Callable[[Mapping[str, str]], bool] = lambda row: True,
-) -> str:
+def stage_table(results: Path, stage: str, columns: Mapping[str, str]) -> str:
     """Return a table and its caption for each record of a stage; an empty table without records."""
     tables = []
     for file in sorted(results.glob(f"gpu_{stage}_*.csv")):
-        rows = [row for row in read_results(file) if keep(row)]
-        tables += [markdown(rows, columns), caption(file, stage)]
+        tables += [markdown(read_results(file), columns), caption(file, stage)]
     if not tables:
         empty = {key: form for key, form in columns.items() if key != "failed"}
         tables = [markdown([{}], empty, everything=True), "Not measured: `make gpu OUT=FOLDER`."]

@@ -78,8 +78,8 @@ class Comparison:
         if effect is None:
             return None
         text = f"{study}, {key}, {' against '.join(self.arms[:2])}"
-        text += f", more than {' against '.join(self.arms[2:])}" if self.arms[2:] else ""
-        text += f", more than on {self.than}" if self.than else ""
+        text += f", minus {' against '.join(self.arms[2:])}" if self.arms[2:] else ""
+        text += f", minus the same on {self.than}" if self.than else ""
         text += {"end": "", "best": ", best checkpoint", "gflop": ", equal FLOPs"}[self.at]
         if self.guidance[0] != UNGUIDED:
             settings = [
@@ -255,7 +255,7 @@ def scoreboard(records: Records, about_cost: bool) -> str:
         row = {"claim": claim.says, "source": claim.source, "published": claim.published, "here": outcome}
         row["effect [95 % interval], n"] = "<br>".join(map(format_finding, findings))
         row["commit"] = ", ".join(dict.fromkeys(commit for f in findings for commit in f.commits))
-        rows.append(row | {"what would decide it at its own scale": claim.elsewhere})
+        rows.append(row | {"experiment that would decide it": claim.elsewhere})
     if not rows:
         return "These records test no claim."
     return markdown(rows, everything=True, text=True)
