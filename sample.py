@@ -44,9 +44,7 @@ def main(cfg: DictConfig) -> None:
         request = configuration.resolve(cfg, SampleConfig)
         check_positive("grid_columns", request.grid_columns)
         if request.out and not request.out.endswith(".npz"):
-            raise ValueError(
-                f"out={request.out} must end in .npz; the picture and the record get the same name"
-            )
+            raise ValueError(f"out={request.out} must end in .npz")
         request, experiment = read_request(request)
         launch = start_process(timeout=PATIENCE)
         model, name, record = open_model(request, experiment, launch)

@@ -1,4 +1,4 @@
-"""Step time of diffusers' transformers, routed against dense, compared with what the FLOPs promise.
+"""Step time of diffusers' transformers, routed against dense, compared with the prediction from FLOPs.
 
 The stage `families` of `python -m benchmarks.gpu`: five classes at their published widths, with random
 weights, 12 blocks and 77 tokens of text; one route, blocks 2 to depth-4, ratio 0.5. A step is a forward and a
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.results import Rows
 from routing import Route, Routing, attach
 from runtime.machine import has_fast_bf16
-from training.speed import interleaved_seconds, speedup
+from training.speed import seconds_of, speedup
 
 DEPTH, NUM_TEXT, TEXT_DIM, POOLED_DIM = 12, 77, 48, 24
 RATIO, ROUTE = 0.5, Route(0.5, 2, -4)
@@ -120,7 +120,11 @@ def measure(name: str, size: Size, repeats: int, device: torch.device) -> Rows:
         with FlopCounterMode(display=False) as counter:
             step()
         flops[ratio] = counter.get_total_flops()
-    times = interleaved_seconds(steps, device, repeats)
+    times = {ratio: [] for ratio in steps}
+    for _ in range(repeats + 1):  # in turns, so that a busy machine slows both
+        for ratio, step in steps.items():
+            times[ratio].append(seconds_of(step, device))
+    dense, routed = (times[ratio][1:] for ratio in steps)  # without the warm-up
     return [
         {
             "width": size.width,
@@ -128,9 +132,9 @@ def measure(name: str, size: Size, repeats: int, device: torch.device) -> Rows:
             "samples": size.batch,
             "precision": "bf16" if has_fast_bf16(device) else "fp32",
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "dense_sec": median(times[0.0]),
-            "routed_sec": median(times[RATIO]),
-            "speedup": speedup(times[0.0], times[RATIO]),
+            "dense_sec": median(dense),
+            "routed_sec": median(routed),
+            "speedup": speedup(dense, routed),
             "predicted_speedup": flops[0.0] / flops[RATIO],
             "n": repeats,
         }

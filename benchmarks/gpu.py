@@ -7,8 +7,8 @@
 
 A stage ends within nine minutes, `twins` within 32. OUT gets a record and a log of each stage, written after
 every row. Run the same command again to resume and to repeat failed settings. Settings that the project has
-recorded for the same device and torch are skipped unless `--again` is given (`twins`: settings recorded in
-OUT). benchmarks/README.md explains each stage.
+recorded for the same device and torch are skipped unless `--again` is given; `twins` skips what OUT has.
+benchmarks/README.md explains each stage.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from runtime.machine import start_process
 from runtime.provenance import PROJECT, environment
 from runtime.tables import aligned
 
-GRACE_SEC = 60  # a stage is stopped this long after its limit; then it has as long to save its trainings
+GRACE_SEC = 60  # from the limit of a stage to SIGTERM; and from there to SIGKILL, to save its trainings
 TIME_IS_UP, DEVICE_FAILED = 3, 4
 ENDS = {
     0: "done",
@@ -66,7 +66,6 @@ LIMITS_SEC = dict.fromkeys(STAGES, 420) | {"twins": 1800}  # a stage starts no s
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = program_parser("benchmarks.gpu", __doc__)
     parser.add_argument("out", type=Path, help="folder of the records")
     parser.add_argument("stages", nargs="*", metavar="stage", help=f"{', '.join(NAMES)} (default: all)")

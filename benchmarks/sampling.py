@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn as nn
 
 from benchmarks.processes import Answers, Worker, take_turns
 from benchmarks.results import Rows, spread
@@ -89,10 +88,17 @@ def measure(size: tuple[str, ...], device: torch.device, repeats: int, turn_sec:
 def drawing(
     size: tuple[str, ...], request: dict[str, Any], guided: bool, turn_sec: float
 ) -> tuple[dict[str, Any], Answers]:
-    """Prepare to draw batches as sample.py does with the keys of `request`, in a few steps; see `Worker`."""
+    """Prepare to draw batches as sample.py does with the keys of `request`, in a few steps; see `Worker`.
+
+    The network is dense and has random weights; `size` lists keys of its data and model.
+    """
     launch = start_process()
+    experiment = compose(("model=dit", *size))
+    torch.manual_seed(0)
+    net = experiment.net(launch.device)
+    perturb(net)
     model = ImageModel(
-        build(size, launch.device),
+        experiment.precond(net).eval().requires_grad_(False),
         partial(edm_sampler, num_steps=NUM_STEPS),
         CFG(GUIDANCE_SCALE if guided else 1.0),
         lambda latents: latents.cpu().numpy(),
@@ -115,12 +121,3 @@ def drawing(
         "draw": lambda: seconds_of(lambda: [turn() for _ in range(num_calls)], launch.device) / num_calls,
         "memory": lambda: peak_gib(launch.device),
     }
-
-
-def build(size: tuple[str, ...], device: torch.device) -> nn.Module:
-    """Build a preconditioned dense network with random weights; `size` lists keys of its data and model."""
-    experiment = compose(("model=dit", *size))
-    torch.manual_seed(0)
-    net = experiment.net(device)
-    perturb(net)
-    return experiment.precond(net).eval().requires_grad_(False)

@@ -31,15 +31,13 @@ from runtime.parts import Part, PartCache, as_json, saved_key
 from runtime.provenance import flatten, source_sha256
 
 LEFT_OPEN = {"mixed_precision": "auto", "batch_size": None, "compile": "auto"}
-PATHS = ("run", "checkpoint", "encoder.name", "prompts.file")  # hashes identify the weights
+PATHS = ("run", "checkpoint", "encoder.name", "prompts.file")  # not in the key: hashes identify the files
 TOKENS_AT_ONCE = 4096  # on a CPU; larger batches are not faster (benchmarks/LOG.md)
 MAX_BATCH, MEMORY_SHARE, PROBE_BATCH = 256, 0.25, 8
-# Constants make the decision to compile the same in every start: FLOPs per second of uncompiled blocks (per
-# core or GPU), the share of the time that compiled blocks save, and the seconds that it takes to compile the
-# first sequence length and each further one.
-FLOPS_PER_SEC = {"cpu": 7.5e10, "cuda": 2e14}
-SAVED_SHARE = {"cpu": 0.35, "cuda": 0.3}
-COMPILE_SEC = {"cpu": (15, 5), "cuda": (40, 20)}
+# Constants instead of measurements, so that every start of a job makes the same decision to compile.
+FLOPS_PER_SEC = {"cpu": 7.5e10, "cuda": 2e14}  # of uncompiled blocks, per core or GPU
+SAVED_SHARE = {"cpu": 0.35, "cuda": 0.3}  # share of the time that compiled blocks save
+COMPILE_SEC = {"cpu": (15, 5), "cuda": (40, 20)}  # for the first sequence length, and each further one
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,28 +171,20 @@ class DrawOptions:
 
     @property
     def bf16(self) -> bool:
-        """True if the network runs in bf16."""
         return self.mixed_precision == "bf16"
 
 
-@dataclass(frozen=True, eq=False)
 class Drawing:
     """The images that a model draws with given options; implements `evaluation.features.Images`."""
 
-    model: ImageModel
-    options: DrawOptions
-
-    @property
-    def count(self) -> int:
-        return self.options.num_samples
+    def __init__(self, model: ImageModel, options: DrawOptions):
+        self.model, self.options = model, options
+        self.count, self.part_size = options.num_samples, min(options.batch_size, options.num_samples)
+        self._precision = "bf16" if options.bf16 else "fp32"
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.model.image_shape
-
-    @property
-    def part_size(self) -> int:
-        return min(self.options.batch_size, self.count)
 
     def __str__(self) -> str:
         return f"{self.count} images, {self.part_size} at a time, the network in {self._precision}"
@@ -280,14 +270,9 @@ class Drawing:
                 return Part(part, self.model.decode(latents), cost)
         seed, rest = self.options.first_seed + start + int(bad.nonzero()[0]), int(bad.sum()) - 1
         others = f" and {rest} more of its part" if rest else ""
-        raise ValueError(
-            f"the sample of seed {seed}{others} is not finite (the network ran in {self._precision}): try "
-            "mixed_precision=no, another sampler or another checkpoint, and overwrite=true"
-        )
-
-    @property
-    def _precision(self) -> str:
-        return "bf16" if self.options.bf16 else "fp32"
+        what = f"the sample of seed {seed}{others} is not finite (the network ran in {self._precision})"
+        remedy = "try mixed_precision=no, another sampler or another checkpoint, and overwrite=true"
+        raise ValueError(f"{what}: {remedy}")
 
 
 def cache_key(record: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

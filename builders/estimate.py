@@ -48,7 +48,6 @@ def bytes_in_memory(experiment: Experiment, num_processes: int) -> int:
 
 
 def num_averages(experiment: Experiment) -> int:
-    """Return the number of averages of the weights."""
     return len(networks_of(experiment.ema(experiment.meta_net)))
 
 
@@ -68,7 +67,6 @@ def sharing_processes(train: TrainConfig, num_processes: int) -> int:
 
 
 def estimate(experiment: Experiment, resolved: Resolved, cost: Cost, launch: Launch) -> Estimate:
-    """Estimate time, memory and disk of a training; evaluations are not in its time."""
     train, device = experiment.train, launch.device
     dtype = torch.bfloat16 if resolved.bf16 else torch.float32
     rate = UTILISATION * product_flops_per_sec(device, dtype, SIDES[device.type], REPEATS)

@@ -157,11 +157,9 @@ class Experiment:
             return self.model_node.bind()()
 
     def precond(self, net: nn.Module) -> Precond:
-        """Build the preconditioning around a network."""
         return self.precond_node.bind()(net)
 
     def loss(self, net: Backbone) -> Loss | KeptTokensLoss:
-        """Build the training loss."""
         loss = self.loss_node.bind()()
         if not self.train.kept_tokens_only:
             return loss
@@ -188,7 +186,6 @@ class Experiment:
         return Optimizer(optimizers, **options)
 
     def ema(self, net: nn.Module) -> EMA:
-        """Build the moving average of a network's weights."""
         return self.ema_node.bind()(net)
 
     def sampler(self) -> Callable[..., torch.Tensor]:

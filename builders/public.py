@@ -63,19 +63,14 @@ def read_weights_file(file: Path, objective: str | None, latents: str | None = N
     model = "tread" if may_route and sizes["model.depth"] >= MIN_ROUTED_DEPTH else "dit"
     model = "sprint" if sizes["model/block"] == "sprint" else model
     experiment = Experiment.compose([f"model={model}", "data=synthetic", *OBJECTIVES[objective], *keys])
-    shape = (sizes["data.in_channels"], *2 * (sizes["data.input_size"],))
     # The network may have been trained on classes that have no latents in this folder.
     if described is not None:
         return _with_manifest(experiment, asdict(replace(described, untrained_classes=())))
-    if sizes["data.in_channels"] != CHANNELS:
-        raise ValueError(
-            f"{file} takes latents of {sizes['data.in_channels']} channels, which {ENCODER} does not make: "
-            "give latents=FOLDER, whose manifest has their scale"
-        )
-    manifest = LatentManifest(
-        1, shape, "float32", "samples", sizes["data.num_classes"], ENCODER, scale=SCALE, std=1.0
-    )
-    return _with_manifest(experiment, asdict(manifest))
+    if (in_channels := sizes["data.in_channels"]) != CHANNELS:
+        rule = f"which {ENCODER} does not make: give latents=FOLDER, whose manifest has their scale"
+        raise ValueError(f"{file} takes latents of {in_channels} channels, {rule}")
+    numbers = (1, experiment.latent_shape, "float32", "samples", experiment.num_classes)
+    return _with_manifest(experiment, asdict(LatentManifest(*numbers, ENCODER, scale=SCALE, std=1.0)))
 
 
 def _with_manifest(experiment: Experiment, manifest: Any) -> Experiment:
@@ -157,10 +152,9 @@ def classes_of(weights: Weights, num_described: int | None) -> dict[str, Any]:
     num_rows = table.shape[0]
     declared = num_described if weights.num_classes is None else weights.num_classes
     if declared is None and num_rows % 10 == 0:
-        raise ValueError(
-            f"{weights.file}: {num_rows} rows of labels are {num_rows} classes, or {num_rows - 1} and the "
-            "null class: give latents=FOLDER, whose manifest has num_classes"
-        )
+        classes = f"{num_rows} classes, or {num_rows - 1} and the null class"
+        rule = "give latents=FOLDER, whose manifest has num_classes"
+        raise ValueError(f"{weights.file}: {num_rows} rows of labels are {classes}: {rule}")
     num_classes = num_rows - 1 if declared is None else declared
     if num_rows - num_classes not in (0, 1):
         source = "the manifest of latents" if weights.num_classes is None else "the file"

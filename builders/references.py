@@ -30,9 +30,8 @@ def reference_of(dataset: LatentDataset, encoder: Any, name: str) -> Reference:
     images, labels = real_images(dataset, dataset.train_ids, encoder)
     ids = dataset.held_out_ids
     held_out = real_images(dataset, ids, encoder) if len(ids) > 1 else None
-    data = dataset.describe()
-    own = {"labels": labels, "held_out": held_out, "held_out_captions": dataset.captions(ids)}
-    return Reference(name, images=ArrayImages(images), data=data, **own)
+    described = {"data": dataset.describe(), "held_out_captions": dataset.captions(ids)}
+    return Reference(name, images=ArrayImages(images), labels=labels, held_out=held_out, **described)
 
 
 def latent_reference(path: str) -> Reference:

@@ -69,9 +69,7 @@ def _check_routes(experiment: "Experiment") -> None:
 def _check_kept_tokens(experiment: "Experiment") -> None:
     train, router = experiment.train, experiment.model_node.arguments.get("router")
     if train.kept_tokens_only and (router is None or router.target != "routing.random_router"):
-        raise ValueError(
-            "train.kept_tokens_only=true needs model/router=random: the loss must know the kept tokens"
-        )
+        raise ValueError("train.kept_tokens_only=true needs model/router=random: the loss draws its noise")
     if weight := train.reconstruction_weight:
         if not train.kept_tokens_only:
             raise ValueError(f"train.reconstruction_weight={weight} needs train.kept_tokens_only=true")
@@ -84,10 +82,8 @@ def _check_evaluation(evaluation: dict[str, Any], train: TrainConfig) -> None:
     if "labels" in evaluation:
         check_choice("evaluation.labels", evaluation["labels"], LABELS)
     if train.eval_every and train.eval_every % train.save_every:
-        raise ValueError(
-            f"train.eval_every={train.eval_every} must be a multiple of train.save_every="
-            f"{train.save_every} where samples are scored, so that a failure there loses nothing"
-        )
+        rule = f"must be a multiple of train.save_every={train.save_every} if samples are scored"
+        raise ValueError(f"train.eval_every={train.eval_every} {rule}")
 
 
 def check_finite(config: dict[str, Any]) -> None:

@@ -204,10 +204,8 @@ def open_model(
     if experiment.takes_text:
         condition = text_condition(manifest, launch.device, prompts_of(request), request.text_encoder)
     parts = (run.precond, run.sampler, run.guidance, decode, launch.device, *condition)
-    networks = [  # not determined by the weights
-        {key: source.written[key] for key in ("model", "diffusion")}
-        for source in (experiment, *run.weak.values())
-    ]
+    sources = (experiment, *run.weak.values())  # weights do not determine their networks
+    networks = [{key: source.written[key] for key in ("model", "diffusion")} for source in sources]
     record = {
         **{key: getattr(request, key) for key in SETTINGS},
         "labels": request.labels if request.class_label is None else None,
@@ -264,7 +262,7 @@ def check_shapes(experiment: Experiment, file: Path) -> None:
     depth = experiment.model_node.arguments.get("depth", 1)
     if depth > len(weights.tensors):
         raise ValueError(f"{file} holds {len(weights.tensors)} tensors, fewer than model.depth={depth} needs")
-    with as_value_error(file):  # it determines the keys
+    with as_value_error(file):  # an invalid network is a fault of the file
         net = experiment.meta_net
     if net.num_tokens > MAX_TOKENS:
         raise ValueError(
@@ -349,7 +347,7 @@ def text_condition(
     prompts: Sequence[str] | None = None,
     text_encoder: str | None = None,
 ) -> tuple[np.ndarray, None, Callable[[np.ndarray], torch.Tensor]]:
-    """Return prompts, no names, and their encoder, as `ImageModel` takes them.
+    """Return the arguments `classes`, `class_names` and `encode_labels` of `ImageModel` for captions.
 
     Args:
         prompts: None: the manifest's, which are held-out captions.

@@ -32,7 +32,7 @@ class ScoreConfig(SamplingConfig):
     """The keys of `fid.py`."""
 
     mode: str = "score"  # score, or reference: make a reference from images
-    suite: str = "adm"  # adm, digits, glyphs: a file of configs/evaluation/
+    suite: str = "adm"  # the name of a file in configs/evaluation/
     samples: str | None = None  # an .npz, a folder or a zip
     reference: str | None = None
     images: str | None = None

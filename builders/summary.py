@@ -52,10 +52,8 @@ def summary(
     if manifest.class_names:
         lines.append(f"classes    {first_classes(manifest)}")
     lines += _length(train, manifest, resumed_step, needs)
-    lines.append(
-        f"needs      {_gib(needs.memory)} of memory for weights, gradients, optimizer and average; "
-        f"{_gib(needs.checkpoints)} of disk for checkpoints"
-    )
+    memory = f"{_gib(needs.memory)} of memory for weights, gradients, optimizer and average"
+    lines.append(f"needs      {memory}; {_gib(needs.checkpoints)} of disk for checkpoints")
     lines.append(f'watch      python -m reports "runs=[{experiment.output_dir}]" refresh_sec=15')
     return "\n".join(lines)
 
@@ -122,10 +120,8 @@ def _length(train: TrainConfig, manifest: LatentManifest, resumed_step: int, nee
     entries += f", {manifest.contents}" + (", with horizontal flips" if manifest.hflip else "")
     epochs = f"{total_steps * train.batch_size / manifest.num_trained:.3g} epochs"
     time = f"about {duration((total_steps - resumed_step) * needs.step_sec)}"
-    return [
-        f"data       {entries}",
-        f"length     {total_steps} steps, {epochs}, a checkpoint every {train.save_every} steps: {time}",
-    ]
+    length = f"{total_steps} steps, {epochs}, a checkpoint every {train.save_every} steps: {time}"
+    return [f"data       {entries}", f"length     {length}"]
 
 
 def _precision(resolved: Resolved, tf32: bool) -> str:

@@ -4,7 +4,6 @@ The compared records have the same protocol, seeds and number of samples as the 
 drawn from the same noise. They may be of several checkpoints.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -64,25 +63,16 @@ def _rows(settings: list[dict[str, str]]) -> list[dict[str, str]]:
     return [{key: chosen.get(key, "") for key in dict.fromkeys(shown)} for chosen in settings]
 
 
-def _value(record: dict[str, Any], key: str) -> float:
-    value = record["values"].get(key)
-    return math.nan if value is None else value
-
-
-def _best(records: list[dict[str, Any]], key: str) -> int | None:
-    values = [_value(record, key) for record in records]
-    sign = -1 if key in records[0]["higher_is_better"] else 1
-    valid = [i for i, value in enumerate(values) if not math.isnan(value)]
-    return min(valid, key=lambda i: sign * values[i], default=None)
-
-
 def _markdown(rows: list[dict[str, Any]], records: list[dict[str, Any]]) -> str:
-    keys = list(records[0]["values"])
-    best = {key: _best(records, key) for key in keys}
-    lines = [[*rows[0], *keys, "GFLOPs per image"], ["---"] * (len(rows[0]) + len(keys) + 1)]
-    for i, (row, record) in enumerate(zip(rows, records, strict=True)):
-        scores = [f"{_value(record, key):.4g}" for key in keys]
-        scores = [f"**{s}**" if best[key] == i else s for key, s in zip(keys, scores, strict=True)]
-        cost = record.get("cost_per_image")
-        lines.append([*row.values(), *scores, f"{cost['flops'] / 1e9:.4g}" if cost else ""])
+    columns: dict[str, list[str]] = {}
+    for key in records[0]["values"]:
+        values = [record["values"].get(key) for record in records]
+        columns[key] = ["nan" if value is None else f"{value:.4g}" for value in values]
+        if known := [value for value in values if value is not None]:
+            best = values.index(max(known) if key in records[0]["higher_is_better"] else min(known))
+            columns[key][best] = f"**{columns[key][best]}**"
+    costs = [record.get("cost_per_image") for record in records]
+    columns["GFLOPs per image"] = [f"{cost['flops'] / 1e9:.4g}" if cost else "" for cost in costs]
+    lines = [[*rows[0], *columns], ["---"] * (len(rows[0]) + len(columns))]
+    lines += [[*row.values(), *cells] for row, *cells in zip(rows, *columns.values(), strict=True)]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)

@@ -68,9 +68,8 @@ def check_init_from(source: str, objective: str | None) -> None:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"train.init_from={error}") from error
     if is_ours and objective:
-        raise ValueError(
-            f"train.init_from_objective={objective} must not be given for a run of this project, {source}"
-        )
+        rule = f"must not be given for weights of this project, {source}"
+        raise ValueError(f"train.init_from_objective={objective} {rule}")
     if not is_ours and objective is None:
         rule = f"does not say what it predicts: give train.init_from_objective={OBJECTIVES_OF_OTHERS}"
         raise ValueError(f"train.init_from={source} {rule}")
@@ -205,13 +204,13 @@ def _start_writing(
     }
     details["changes"] = changes(run.manifest(), details) if trainer.step else []
     needs = estimate(experiment, resolved, cost, launch)
-    left, disk = train.total_steps - trainer.step, free_disk(trainer.checkpoints.folder)
-    short = check_resources(train, needs, left, memory, disk)
+    remaining, disk = train.total_steps - trainer.step, free_disk(trainer.checkpoints.folder)
+    problems = check_resources(train, needs, remaining, memory, disk)
     run.record_start(experiment.written, details, trainer.step)
     tracker = experiment.tracker and experiment.tracker.bind()()
     trainer.recorder.open(tracker, flatten(experiment.written))
     print(summary(experiment, resolved, details, cost, trainer.step, dataset.manifest, needs), flush=True)
-    for line in (*warnings(train, dataset.manifest, experiment.meta_net.text is not None), *short):
+    for line in (*warnings(train, dataset.manifest, experiment.takes_text), *problems):
         print(f"warning: {line}", flush=True)
 
 

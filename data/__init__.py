@@ -3,15 +3,7 @@
 import runtime.openmp  # before torch
 
 from data.embedded import digits
-from data.encoders import (
-    IdentityEncoder,
-    KLEncoder,
-    encoder_for,
-    image_decoder,
-    load_encoder,
-    real_images,
-    to_uint8,
-)
+from data.encoders import IdentityEncoder, KLEncoder, encoder_for, image_decoder, load_encoder, real_images
 from data.features import PatchEncoder
 from data.glyphs import glyphs
 from data.images import ImageFiles, NpzImages, centre_crop, open_images
@@ -19,14 +11,7 @@ from data.latents import LatentDataset, open_latents
 from data.manifest import LatentManifest, manifest_from, read_manifest
 from data.mixture import MixtureDataset, mixture
 from data.scenes import scenes
-from data.stream import (
-    StoredBatch,
-    StreamOrder,
-    entries_by_step,
-    held_out_batches,
-    mask_coverage,
-    stream,
-)
+from data.stream import StoredBatch, StreamOrder, entries_by_step, held_out_batches, mask_coverage, stream
 from data.synthetic import synthetic
 from data.text import Words, text_encoder_for
 from data.writer import LatentWriter

@@ -24,26 +24,24 @@ class Captions:
 
     Args:
         request: `beside`: NAME.txt with one caption per line, or NAME.json with the key `caption`, next to
-            NAME.jpg. Otherwise a file of COCO's annotations.
-        text_encoder: `words`, or a language model, see `data.text`.
-        max_tokens: of a language model.
+            NAME.jpg. Otherwise a COCO annotation file.
+        encoder: `words`, or a language model, see `data.text`.
+        max_tokens: number of tokens of a caption; only for a language model.
 
     Raises:
         ValueError: a file is damaged, or an image has no caption.
     """
 
-    def __init__(
-        self, request: str, images: ImageList, text_encoder: str, max_tokens: int, device: torch.device
-    ):
+    def __init__(self, request: str, images: ImageList, encoder: str, max_tokens: int, device: torch.device):
         self.texts = read_captions(request, images)
         self.count = max(map(len, self.texts))  # R
-        if text_encoder == WORDS:
+        if encoder == WORDS:
             self.encoder: Words | LanguageModel = Words.of_captions([*chain(*self.texts)])
         else:
-            self.encoder = LanguageModel(text_encoder, max_tokens, device)
+            self.encoder = LanguageModel(encoder, max_tokens, device)
 
     def __call__(self, positions: Sequence[int]) -> np.ndarray:
-        """Return captions (n, R, M) or (n, R, M, F) of images; those with fewer than R repeat theirs."""
+        """Encode R captions of each image, (n, R, M) or (n, R, M, F); shorter lists of captions repeat."""
         texts = [self.texts[i][k % len(self.texts[i])] for i in positions for k in range(self.count)]
         encoded = self.encoder(texts)
         return encoded.reshape(-1, self.count, *encoded.shape[1:])
@@ -67,7 +65,10 @@ class Captions:
 
 def read_captions(request: str, images: ImageList) -> list[list[str]]:
     """Return 1 to 5 captions of each image, see `Captions`."""
-    captions = _read_files(images) if request == BESIDE else _read_annotations(Path(request), images.names)
+    if request == BESIDE:
+        captions = [_read_files(images, name) for name in images.names]
+    else:
+        captions = _read_annotations(Path(request), images.names)
     lines = [[" ".join(text.split()) for text in texts] for texts in captions]
     cleaned = [[line for line in texts if line][:MAX_CAPTIONS] for texts in lines]
     if missing := [name for name, texts in zip(images.names, cleaned, strict=True) if not texts]:
@@ -76,17 +77,11 @@ def read_captions(request: str, images: ImageList) -> list[list[str]]:
     return cleaned
 
 
-def _read_files(images: ImageList) -> list[list[str]]:
-    captions = []
-    for name in images.names:
-        stem = str(PurePosixPath(name).with_suffix(""))
-        for suffix in SUFFIXES:
-            with suppress(FileNotFoundError, KeyError):  # no such file in a folder; in a zip or tar
-                captions.append(_read(images, f"{stem}{suffix}"))
-                break
-        else:
-            captions.append([])
-    return captions
+def _read_files(images: ImageList, name: str) -> list[str]:
+    for suffix in SUFFIXES:
+        with suppress(FileNotFoundError, KeyError):  # no such file in a folder; in a zip or tar
+            return _read(images, str(PurePosixPath(name).with_suffix(suffix)))
+    return []
 
 
 def _read(images: ImageList, name: str) -> list[str]:

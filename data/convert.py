@@ -18,16 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.encoders import PUBLISHED
-from data.importers import (
-    FORMATS,
-    SD_VAE,
-    SD_VAE_MSE,
-    STORED_AS,
-    Format,
-    Source,
-    find_contradiction,
-    find_hflip_contradiction,
-)
+from data.importers import FORMATS, STORED_AS, Format, Source, find_contradiction, find_hflip_contradiction
 from data.latents import check_labels, open_latents
 from data.manifest import LatentManifest, class_warnings
 from data.writer import LatentWriter, check_out, next_steps
@@ -37,6 +28,7 @@ from runtime.errors import check_choice, check_not_negative, check_positive
 NUM_SAMPLED = 512
 ENTRIES_AT_ONCE = 256
 FORMATS_WITH_SCALE = ("lightningdit",)  # their files hold the scale
+SD_VAES = (PUBLISHED["sd-vae-ft-ema"], PUBLISHED["sd-vae-ft-mse"])  # their latents are equal
 ASSUMED = ("stored_as", "scaled", "hflip", "encoder", "scale", "shift", "std")
 
 
@@ -94,12 +86,11 @@ def check_request(request: ConvertConfig) -> Format:
     for key in ("scale", "std", "num_classes"):
         check_positive(key, values.get(key, 1))
     check_not_negative("num_held_out", request.num_held_out)
-    for key, other in (("scale", "shift"), ("shift", "scale")):
-        if key in values and other not in values:  # the format's value belongs to another scale
-            raise ValueError(f"{key}={values[key]} needs {other}: give both or neither")
+    if (request.scale is None) != (request.shift is None):  # the format's value belongs to another scale
+        raise ValueError("scale and shift must be given together")
     encoder = PUBLISHED.get(request.encoder, request.encoder)
     is_scale_known = request.scale is not None or request.format in FORMATS_WITH_SCALE
-    if encoder not in (None, SD_VAE, SD_VAE_MSE) and not is_scale_known:
+    if encoder not in (None, *SD_VAES) and not is_scale_known:
         rule = "may have another scale than the assumed one: also give scale=NUMBER shift=NUMBER"
         raise ValueError(f"encoder={encoder} {rule}")
     if not Path(request.source).exists():

@@ -97,9 +97,8 @@ def digits(
     if num_images is not None and not 0 < num_images <= most:
         raise ValueError(f"data.num_images={num_images} must be in [1, {most}], or null for all")
     if input_size % NATIVE_SIZE or not NATIVE_SIZE <= input_size <= MAX_SIZE:
-        raise ValueError(
-            f"data.input_size={input_size} must be a multiple of {NATIVE_SIZE}, at most {MAX_SIZE}"
-        )
+        rule = f"must be a multiple of {NATIVE_SIZE}, at most {MAX_SIZE}"
+        raise ValueError(f"data.input_size={input_size} {rule}")
     origin = {"num_images": num_images}
     write_once(path, origin, lambda: _write_digits(path, foreground_masks, num_images, input_size))
     return open_latents(path, input_size, in_channels, num_classes)

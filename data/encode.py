@@ -14,13 +14,12 @@ on any number of processes. The first rank joins the parts at the end.
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -34,15 +33,7 @@ from data.features import PatchEncoder
 from data.images import IMAGE_ERRORS, ORIENTATION, open_picture, to_pixels
 from data.latents import open_latents, split
 from data.listing import ImageList, list_images
-from data.manifest import (
-    FILES,
-    MAX_TEXT_TOKENS,
-    LatentManifest,
-    class_warnings,
-    first_classes,
-    read_manifest,
-    untrained_classes_of,
-)
+from data.manifest import FILES, LatentManifest, class_warnings, first_classes, untrained_classes_of
 from data.masks import MaskFiles, pool_mask, read_mask
 from data.text import WORDS
 from data.writer import LatentWriter, check_out, lock_of, next_steps
@@ -51,7 +42,7 @@ from runtime.errors import as_value_error, check_choice, check_not_negative, che
 from runtime.files import write_json
 from runtime.launch import Launch
 from runtime.lock import Lock
-from runtime.machine import PATIENCE, start_process
+from runtime.machine import PATIENCE, processes_here, start_process
 from runtime.parts import RESUME, Arrays, PartCache, check_room
 from runtime.provenance import environment
 
@@ -104,7 +95,7 @@ def main(request: EncodeConfig) -> None:
     lock = lock_of(Path(request.out))
     try:
         launch.broadcast_from_main(partial(start_job, job, lock, launch))
-        job.parts.fill(partial(encode_parts, job, encoder, featurize), launch, "encode")
+        job.parts.fill(partial(encode_parts, job), launch, "encode")
         if launch.is_main:
             finish(job, launch)
     finally:
@@ -114,8 +105,7 @@ def main(request: EncodeConfig) -> None:
 def check_request(request: EncodeConfig) -> None:
     check_out(request.out)
     check_positive("resolution", request.resolution)
-    if request.num_held_out is not None:
-        check_not_negative("num_held_out", request.num_held_out)
+    check_not_negative("num_held_out", request.num_held_out or 0)
     check_choice("conditioning_type", request.conditioning_type, ("mask", "segmentation"))
     if request.masks is None and request.conditioning_type != EncodeConfig.conditioning_type:
         raise ValueError(f"conditioning_type={request.conditioning_type} needs masks=FOLDER")
@@ -124,8 +114,6 @@ def check_request(request: EncodeConfig) -> None:
     if request.captions is None and request.text_encoder != EncodeConfig.text_encoder:
         raise ValueError(f"text_encoder={request.text_encoder} needs captions=beside or FILE")
     check_positive("max_text_tokens", request.max_text_tokens)
-    if request.max_text_tokens > MAX_TEXT_TOKENS:
-        raise ValueError(f"max_text_tokens={request.max_text_tokens} must be at most {MAX_TEXT_TOKENS}")
     if request.text_encoder == WORDS and request.max_text_tokens != EncodeConfig.max_text_tokens:
         raise ValueError(f"max_text_tokens={request.max_text_tokens} needs a language model as text_encoder")
     if (request.features is None) != (request.features_weights is None):
@@ -139,6 +127,8 @@ class Job:
     request: EncodeConfig
     images: ImageList
     masks: MaskFiles | None
+    encoder: Encoder
+    featurize: PatchEncoder | None
     manifest: LatentManifest  # as if no image were corrupt
     parts: PartCache  # the arrays of `encode_part`
     captions: Captions | None
@@ -204,7 +194,7 @@ def plan_job(
         "orientation": ORIENTATION,  # of images and masks
     }
     parts = PartCache(Path(f"{Path(request.out)}.partial"), key, count, PART_IMAGES)
-    return Job(request, images, masks, manifest, parts, captions)
+    return Job(request, images, masks, encoder, featurize, manifest, parts, captions)
 
 
 def start_job(job: Job, lock: Lock, launch: Launch) -> None:
@@ -230,32 +220,21 @@ def start_job(job: Job, lock: Lock, launch: Launch) -> None:
     check_room(Path(out), size + size * missing // job.parts.num_parts)  # the parts, and the folder
 
 
-def encode_parts(
-    job: Job, encoder: Encoder, featurize: PatchEncoder | None, parts: list[int]
-) -> Iterator[tuple[int, Arrays]]:
+def encode_parts(job: Job, parts: list[int]) -> Iterator[tuple[int, Arrays]]:
     """Encode parts, while threads read the images of the next part."""
-    threads = max(1, cpu_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    with ThreadPoolExecutor(threads) as pool:
-        reads = (
-            [pool.submit(read_pair, job, position) for position in job.positions(part)] for part in parts
-        )
+    with ThreadPoolExecutor(max(1, cpu_count() // processes_here())) as pool:
+        reads = ([pool.submit(read_pair, job, i) for i in job.positions(part)] for part in parts)
         try:
-            next_images = next(reads, [])
-            for part in parts:
-                images, next_images = next_images, next(reads, [])
-                yield part, encode_part(job, job.positions(part), images, encoder, featurize)
+            for part, (images, _) in zip(parts, pairwise(chain(reads, [None])), strict=True):
+                yield part, encode_part(job, part, images)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def encode_part(
-    job: Job, positions: range, images: list[Future], encoder: Encoder, featurize: PatchEncoder | None = None
-) -> Arrays:
-    """Encode the readable images: latents (n, [2,] C', H, W), features (n, [2,] T, F), positions (n,), masks
-    (n, H, W), and errors.
-    """
+def encode_part(job: Job, part: int, images: list[Future]) -> Arrays:
+    """Encode the readable images into the arrays of a latent folder, with positions (n,) and errors."""
     manifest, errors, readable = job.manifest, [], []
-    for position, future in zip(positions, images, strict=True):
+    for position, future in zip(job.positions(part), images, strict=True):
         try:
             readable.append((position, *future.result()))
         except IMAGE_ERRORS as error:
@@ -264,27 +243,23 @@ def encode_part(
             if isinstance(error, OSError) and error.errno is not None:
                 raise OSError(error.errno, f"{error.strerror}; {RESUME}", name) from error
             errors.append(f"{name}: {error}".encode(errors="backslashreplace").decode())
-    shape = len(readable), *manifest.stored_shape[1:]
+    specs = manifest.arrays()
     arrays = {"positions": np.array([position for position, _, _ in readable], dtype=np.int64)}
     arrays["errors"] = np.array(errors, dtype=str)
-    if job.captions is not None and readable:
+    if not readable:
+        return arrays | {key: np.empty((0, *shape[1:]), dtype) for key, (dtype, shape) in specs.items()}
+    if job.captions is not None:
         arrays["text"] = job.captions(arrays["positions"].tolist())
     if job.masks:
-        masks = np.array([mask for _, _, mask in readable], dtype=np.uint8)
-        arrays["masks"] = masks.reshape(-1, *manifest.shape[1:])
-    if not readable:
-        specs = {key: manifest.arrays().get(key) for key in ("latents", "features", "text")}
-        empty = {key: np.empty((0, *a[1][1:]), a[0]) for key, a in specs.items() if a is not None}
-        return {**arrays, **empty}
-    feature_shape = (*shape[: -len(manifest.shape)], *(manifest.features or {"shape": ()})["shape"])
+        arrays["masks"] = np.stack([mask for _, _, mask in readable])  # (n, H, W)
     stacked = np.stack([image for _, image, _ in readable])
-    pixels = torch.from_numpy(stacked).permute(0, 3, 1, 2)  # (n, 3, H, W)
+    pixels = torch.from_numpy(stacked).permute(0, 3, 1, 2)  # (n, 3, R, R)
     if manifest.hflip:  # flipping a latent does not flip its image
-        pixels = torch.stack([pixels, pixels.flip(-1)], dim=1).flatten(0, 1)  # (2n, 3, H, W)
-    if featurize is not None:
-        features = torch.cat([featurize(part).half().cpu() for part in pixels.split(FEATURES_AT_ONCE)])
-        arrays["features"] = features.view(feature_shape).numpy()
-    latents = encoder.encode(pixels).half().view(shape).numpy()
+        pixels = torch.stack([pixels, pixels.flip(-1)], dim=1).flatten(0, 1)  # (2n, 3, R, R)
+    if job.featurize is not None:
+        features = torch.cat([job.featurize(x).half().cpu() for x in pixels.split(FEATURES_AT_ONCE)])
+        arrays["features"] = features.view(-1, *specs["features"][1][1:]).numpy()  # (n, [2,] T, F)
+    latents = job.encoder.encode(pixels).half().view(-1, *manifest.stored_shape[1:]).numpy()
     finite = np.isfinite(latents).reshape(len(readable), -1).all(axis=1)
     if not finite.all():
         first = job.images.names[arrays["positions"][finite.argmin()]]
@@ -343,9 +318,8 @@ def finish(job: Job, launch: Launch) -> None:
 
 def normalise_channels(folder: Path) -> None:
     """Let a folder's manifest scale each channel of its latents to mean 0 and standard deviation 1."""
-    manifest = replace(read_manifest(folder), scale=1.0, shift=0.0)
     dataset = open_latents(folder)
-    dataset.manifest = manifest
+    dataset.manifest = manifest = replace(dataset.manifest, scale=1.0, shift=0.0)
     means, stds, _ = dataset.measure()
     if constant := (stds == 0).nonzero().flatten().tolist():
         raise ValueError(f"normalise=channels: channel {constant[0]} of the latents is constant")

@@ -116,30 +116,26 @@ class KLEncoder:
         """Map latents to pixels in [-1, 1]."""
         return self.net.decode(latents).sample
 
-    @torch.no_grad()
     def encode(self, images: torch.Tensor) -> torch.Tensor:
         """Map images (N, 3, H, W) uint8 to latents fp32 on the CPU: (N, C, H/factor, W/factor) for `samples`,
         mean and logvar (N, 2C, H/factor, W/factor) for `moments`.
         """
-        pixels = images.shape[-1] * images.shape[-2]
-        return self._in_slices(lambda part: self._encode(part.float() / 127.5 - 1), images, pixels)
+        return self._in_slices(lambda part: self._encode(part.float() / 127.5 - 1), images, 1)
 
-    @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Map latents (N, C, H, W) to images (N, 3, factor H, factor W) fp32, nominally in [-1, 1]."""
-        pixels = latents.shape[-1] * latents.shape[-2] * self.factor**2
-        return self._in_slices(self._decode, latents, pixels)
+        return self._in_slices(self._decode, latents, self.factor)
 
-    def _in_slices(self, call: Callable, batch: torch.Tensor, pixels: int) -> torch.Tensor:
+    @torch.no_grad()
+    def _in_slices(self, call: Callable, batch: torch.Tensor, factor: int) -> torch.Tensor:
+        pixels = batch.shape[-2:].numel() * factor**2
         with self.autocast():
             parts = batch.split(max(1, PIXELS_AT_ONCE // pixels))
             return torch.cat([call(part.to(self.device)).float().cpu() for part in parts])
 
 
 class Flux2Encoder(KLEncoder):
-    """FLUX.2's autoencoder: its latents are patches of 2x2, normalised by the statistics of a batch norm that
-    diffusers' encode() leaves out.
-    """
+    """FLUX.2's autoencoder: patches of 2x2, normalised by its batch norm, which diffusers' encode() omits."""
 
     class_name, PATCH = "AutoencoderKLFlux2", 2
 
@@ -295,6 +291,9 @@ def _class_of(request: str) -> str:
     from diffusers import AutoencoderKL
 
     name = PUBLISHED.get(request, request)
+    if not Path(name).is_dir() and not ON_THE_HUB.fullmatch(name):
+        choices = f"{', '.join([IDENTITY, *PUBLISHED])}, a folder with an autoencoder"
+        raise ValueError(f"encoder={request} not found: must be one of {choices}, or OWNER/NAME on the hub")
     try:
         if Path(name).is_dir():
             config: Any = read_json(Path(name) / "config.json", MAX_CONFIG_BYTES)
@@ -312,16 +311,12 @@ def _load_autoencoder(request: str, name: str, class_name: str) -> torch.nn.Modu
     import diffusers
     from diffusers.utils import logging
 
-    on_the_hub = not Path(name).is_dir()
-    if on_the_hub and not ON_THE_HUB.fullmatch(name):
-        choices = f"{', '.join([IDENTITY, *PUBLISHED])}, a folder with an autoencoder"
-        raise ValueError(f"encoder={request} not found: must be one of {choices}, or OWNER/NAME on the hub")
     logging.set_verbosity(logging.CRITICAL)  # errors are reported once, below
     logging.disable_progress_bar()
     kind = getattr(diffusers, class_name)
     load = partial(kind.from_pretrained, name, use_safetensors=True, output_loading_info=True)
     try:
-        if not on_the_hub:
+        if Path(name).is_dir():
             _check_depth(read_json(Path(name) / "config.json", MAX_CONFIG_BYTES))
         net, info = load(local_files_only=is_local(name))
     except LOADING_ERRORS as error:

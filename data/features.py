@@ -37,9 +37,8 @@ class PatchEncoder:
 
         self.name, self.device = ENCODERS.get(name, name), device
         if not timm.is_model(self.name.partition(".")[0]) or not self.name.startswith("vit_"):
-            raise ValueError(
-                f"feature encoder {name} must be one of {', '.join(ENCODERS)}, or a vit_ model of timm"
-            )
+            rule = f"must be one of {', '.join(ENCODERS)}, or a vit_ model of timm"
+            raise ValueError(f"feature encoder {name} {rule}")
         if weights is None or not Path(weights).is_file():
             source = f"https://huggingface.co/timm/{self.name}: model.safetensors"
             raise FileNotFoundError(f"the weights of {name}, {weights}, not found ({source})")

@@ -6,7 +6,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -58,8 +58,7 @@ class Files:
         self.names = [name for name in self._visible if not name.endswith("/")]
         if outside := [name for name in names if name.startswith("../")]:
             raise ValueError(f"{key}{path} has {outside[0]}, a path outside of it")
-        duplicates = [name for name, following in pairwise(self.names) if name == following]
-        if duplicates:
+        if duplicates := [name for name, following in pairwise(self.names) if name == following]:
             raise ValueError(f"{key}{path} has {duplicates[0]} twice")
         self.images = [name for name in self.names if name.lower().endswith(LOSSLESS + LOSSY)]
 
@@ -91,11 +90,7 @@ class Files:
         return member_size(self._archive, self._stored[name])
 
 
-class _Images:
-    part_size = None  # use the detector's batch size
-
-
-class NpzImages(_Images):
+class NpzImages:
     """The array arr_0 (N, H, W, C) uint8 of an .npz. [ADM]"""
 
     def __init__(self, path: str | Path):
@@ -112,7 +107,7 @@ class NpzImages(_Images):
                 pixels = f"and at most {Image.MAX_IMAGE_PIXELS} pixels per image"
                 raise ValueError(f"arr_0 is {dtype} {shape}, {rule}, {pixels}")
             check_size("arr_0", shape, dtype, size)
-        self.count, self.shape = shape[0], shape[1:]
+        self.count, self.shape, self.part_size = shape[0], shape[1:], None  # the detector's batch size
 
     def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
         """Yield parts of `batch_size` images, the last one may be smaller. `parts` must be ascending."""
@@ -129,7 +124,7 @@ class NpzImages(_Images):
                 yield Part(part, np.frombuffer(data, np.uint8).reshape(position - start, *self.shape))
 
 
-class ImageFiles(_Images):
+class ImageFiles:
     """Image files in a folder and its subfolders, or in a zip, sorted by name.
 
     Args:
@@ -138,7 +133,7 @@ class ImageFiles(_Images):
     """
 
     def __init__(self, path: str | Path, resolution: int | None = None):
-        self.path, self.resolution = Path(path), resolution
+        self.path, self.resolution, self.part_size = Path(path), resolution, None  # the detector's batch size
         self._files = Files(self.path)
         self._names, lossless = self._files.images, ", ".join(LOSSLESS)
         if not self._names:
@@ -158,10 +153,8 @@ class ImageFiles(_Images):
                 names = self._names[part * batch_size : (part + 1) * batch_size]
                 return part, [pool.submit(self._read, name) for name in names]
 
-            reads = map(read, parts)
-            read_ahead = next(reads, None)
-            while read_ahead:  # threads read the next batch while the caller uses this one
-                (part, images), read_ahead = read_ahead, next(reads, None)
+            # Threads read the next batch while the caller uses this one.
+            for (part, images), _ in pairwise(chain(map(read, parts), [None])):
                 yield Part(part, np.stack([image.result() for image in images]))
 
     def _read(self, name: str) -> np.ndarray:

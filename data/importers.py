@@ -160,8 +160,7 @@ def open_lmdb(path: Path) -> Source:
         numbers = np.frombuffer(value(f"z-{i}"), dtype=np.float32)
         side = math.isqrt(len(numbers) // 8)
         if not side or len(numbers) != 8 * side * side:
-            rule = "must have 8 square channels"
-            raise ValueError(f"source={path}: z-{i} has {len(numbers)} numbers, {rule}")
+            raise ValueError(f"source={path}: z-{i} has {len(numbers)} numbers, must have 8 square channels")
         return numbers.reshape(8, side, side)
 
     return Source(count, np.array(labels, dtype=np.int64), read)
@@ -183,9 +182,7 @@ def open_npy_zip(path: Path) -> Source:
 
 
 def open_safetensors(path: Path) -> Source:
-    """Open a folder of LightningDiT: .safetensors files with `latents`, `latents_flip` and `labels`, and
-    latents_stats.pt with the mean and standard deviation of each channel.
-    """
+    """Open a folder of LightningDiT: .safetensors files with SHARD_KEYS, and statistics of the channels."""
     opened, labels = [], []
     for file in sorted(path.glob("*.safetensors")):
         try:

@@ -64,10 +64,8 @@ class LatentDataset:
         is_segmentation = self.manifest.conditioning_type == "segmentation"
         return (masks > 0).float() if is_segmentation else masks.float() / 255
 
-    def read_features(self, ids: np.ndarray, flipped: np.ndarray | None = None) -> torch.Tensor | None:
-        """Read the features (N, T, F) of the images of entries `ids`; None: the folder has none."""
-        if self.features is None:
-            return None
+    def read_features(self, ids: np.ndarray, flipped: np.ndarray | None = None) -> torch.Tensor:
+        """Read the features (N, T, F) of the images of entries `ids`."""
         if self.manifest.hflip and flipped is None:
             flipped = np.zeros(len(ids), dtype=int)
         return torch.from_numpy(_read_in_order(self.features, ids, flipped))
@@ -128,10 +126,9 @@ class LatentDataset:
         manifest = {**asdict(self.manifest), "origin": None}  # the fingerprint does not depend on the origin
         digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode())
         ids = self.spread_ids(NUM_FINGERPRINT_ENTRIES)
-        arrays = (self.masks, self.features, self.text)
-        others = (None if array is None else array[ids] for array in arrays)
-        for array in (self.labels, self.stored[ids], *others):
-            digest.update(b"" if array is None else array.tobytes())
+        digest.update(b"" if self.labels is None else self.labels.tobytes())
+        for array in (self.stored, self.masks, self.features, self.text):
+            digest.update(b"" if array is None else array[ids].tobytes())
         return {"fingerprint": digest.hexdigest(), "manifest": {**manifest, "checksums": None}}
 
 
@@ -169,12 +166,11 @@ def open_latents(
             rule = f"must be {dtype} {shape} as in the manifest"
             raise ValueError(f"{file} is {array.dtype} {array.shape}, {rule}")
         arrays[key] = array
-    labels = arrays.get("labels")
+    stored, labels = arrays.pop("latents"), arrays.pop("labels", None)
     if labels is not None:
         labels = np.array(labels)
         check_labels(labels, manifest.num_classes, folder / FILES["labels"])
-    others = {key: arrays.get(key) for key in ("masks", "features", "text")}
-    return LatentDataset(arrays["latents"], labels, manifest, encoder=encoder, **others)
+    return LatentDataset(stored, labels, manifest, encoder=encoder, **arrays)
 
 
 def check_labels(labels: np.ndarray, num_classes: int, file: Path, first: int = 0) -> None:

@@ -16,9 +16,7 @@ from runtime.files import MAX_JSON_BYTES, parse_json, read_bounded
 
 LIST_SUFFIXES = (".txt", ".tsv", ".lst")
 # Folders of splits, such as train, val2017 or test_set. train_station and test_tube are classes.
-SPLIT = re.compile(
-    r"(train|val|test)(ing|id|idation)?([\W\d_]|px|sets?|splits?|data|images?|imgs?)*", re.IGNORECASE
-)
+SPLIT = re.compile(r"(train|val|test)(ing|id|idation)?([\W\d_]|px|sets?|splits?|data|images?|imgs?)*", re.I)
 LABELS_FILE = "dataset.json"
 MAX_LABEL_BYTES = 512  # of dataset.json for each image, in addition to MAX_JSON_BYTES
 
@@ -75,8 +73,7 @@ def read_labels(files: Files, names: Sequence[str]) -> np.ndarray | None:
         return None
     if len(labels) < len(entries):
         raise ValueError(f"{file_name} lists a file twice")
-    missing = [name for name in names if not _is_label(labels.get(name))]
-    if missing:
+    if missing := [name for name in names if not _is_label(labels.get(name))]:
         images = f"{missing[0]} ({len(missing)} of {len(names)})"
         raise ValueError(f"{file_name} must have a label in [0, {MAX_CLASSES - 1}] for {images}")
     return np.array([labels[name] for name in names], dtype=np.int64)
@@ -84,8 +81,7 @@ def read_labels(files: Files, names: Sequence[str]) -> np.ndarray | None:
 
 def _classes_of_folders(files: Files) -> tuple[np.ndarray | None, int, tuple[str, ...] | None]:
     names, source = files.images, f"source={files.path}"
-    deeper = [name for name in files.names if name.endswith(f"/{LABELS_FILE}")]
-    if deeper:
+    if deeper := [name for name in files.names if name.endswith(f"/{LABELS_FILE}")]:
         raise ValueError(f"{source}: {deeper[0]} is not at the top: set source to the folder with it")
     folders = [name.split("/")[:-1] for name in names]
     common = takewhile(lambda level: len(set(level)) == 1, zip(*folders, strict=False))
@@ -122,8 +118,7 @@ def _from_list(path: Path) -> ImageList:
     if not pairs:
         raise ValueError(f"source={path} lists no images")
     names, classes = zip(*pairs, strict=True)
-    missing = [name for name in names if not (path.parent / name).is_file()]
-    if missing:
+    if missing := [name for name in names if not (path.parent / name).is_file()]:
         raise FileNotFoundError(f"source={path}: {missing[0]} not found ({len(missing)} of {len(names)})")
     if all(re.fullmatch(r"-?\d+", c) for c in classes):
         numbers = [int(c) for c in classes]

@@ -217,7 +217,6 @@ class LatentManifest:
 
 
 def read_manifest(path: str | Path) -> LatentManifest:
-    """Read the manifest of a latent folder."""
     file = Path(path) / FILES["manifest"]
     if not file.is_file():
         raise FileNotFoundError(

@@ -95,9 +95,8 @@ def draw_sheet(dataset: LatentDataset, file: Path, device: torch.device, encoder
         brightness = 1 - DARKENED * (1 - weights.repeat(side, axis=1).repeat(side, axis=2))
         images = (images * brightness[..., None]).astype(np.uint8)
     names = [""] * len(ids) if labels is None else [_class_name(dataset, i) for i in labels.tolist()]
-    captions = [f"{i}: {name}" for i, name in zip(ids, names, strict=True)]
-    if (texts := dataset.captions(ids)) is not None:
-        captions = [f"{i}: {text}" for i, text in zip(ids, texts.tolist(), strict=True)]
+    texts = dataset.captions(ids)
+    captions = [f"{i}: {text}" for i, text in zip(ids, names if texts is None else texts, strict=True)]
     if manifest.hflip:
         captions[1::2] = ["flip"] * (len(ids) // 2)
     file.parent.mkdir(parents=True, exist_ok=True)

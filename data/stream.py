@@ -34,14 +34,12 @@ class StoredBatch(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """Entries of a micro-batch, their flips (1: flipped; None without hflip), all entries of the step, and
-    the index of each entry's caption.
-    """
+    """The entries of a micro-batch."""
 
     ids: np.ndarray
-    flipped: np.ndarray | None
-    step_ids: np.ndarray
-    captions: np.ndarray
+    flipped: np.ndarray | None  # 1: flipped, 0: not; None without hflip
+    step_ids: np.ndarray  # all entries of the step
+    captions: np.ndarray  # index of each entry's caption
 
 
 @dataclass(frozen=True)
@@ -174,9 +172,7 @@ def held_out_batches(
     with_masks: bool = False,
     with_text: bool = False,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
-    """Yield (batch index, latents, labels or captions, masks) of this rank's held-out entries, equal in all
-    runs.
-    """
+    """Yield index, latents, labels or captions, masks of this rank's held-out batches, equal in all runs."""
     starts = range(0, len(dataset.held_out_ids), batch_size)
     for index in range(rank, len(starts), world_size):
         ids = dataset.held_out_ids[starts[index] : starts[index] + batch_size]

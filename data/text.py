@@ -64,9 +64,8 @@ class Words:
             words = words_of(caption)
             if unknown := [word for word in words if word not in self._ids]:
                 known = ", ".join(self.words[:WORDS_SHOWN]) + (", ..." if self.words[WORDS_SHOWN:] else "")
-                raise ValueError(
-                    f"'{caption}': {', '.join(unknown)} must be among the words of the data: {known}"
-                )
+                rule = f"must be among the words of the data: {known}"
+                raise ValueError(f"'{caption}': {', '.join(unknown)} {rule}")
             if len(words) > self.num_tokens:
                 raise ValueError(f"'{caption}' has {len(words)} words, must have at most {self.num_tokens}")
             row[: len(words)] = [self._ids[word] for word in words]
@@ -84,10 +83,8 @@ class LanguageModel:
     def __init__(self, name: str, num_tokens: int, device: torch.device):
         self.name, self.num_tokens = name, num_tokens
         self._model = TextModel(name, TEXT_MODELS, "text_encoder", device)
-        # A model can have fewer positions.
-        with as_value_error(
-            f"max_text_tokens={num_tokens} is not possible with {name}", ValueError, IndexError
-        ):
+        impossible = f"max_text_tokens={num_tokens} is not possible with {name}"
+        with as_value_error(impossible, ValueError, IndexError):  # a model can have fewer positions
             self.num_features = self(["a"]).shape[2]
         self.weights_hash = tensors_hash(self._model.net.state_dict())
 

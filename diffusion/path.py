@@ -135,7 +135,7 @@ def on_path(denoise: Denoise, from_path: Path, to_path: Path) -> Denoise:
 
 
 def solve_on(denoise: Denoise, from_path: Path, to_path: EDMPath | VPPath) -> tuple[Denoise, Path]:
-    """Convert a denoiser to `to_path`; return both, the path cut at `from_path`'s highest noise level."""
+    """Convert a denoiser to `to_path`; return it and the path, cut at `from_path`'s highest noise level."""
     if from_path == to_path:
         return denoise, to_path
     end = torch.tensor(from_path.t_max, dtype=torch.float64)

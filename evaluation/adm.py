@@ -69,7 +69,6 @@ class AdmSuite(Suite):
         super().__init__(reference, detector=detector, metrics=adm_metrics | dict(metrics), **options)
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
-        """Raise a ValueError if images cannot be scored; `name` stands for them in the message."""
         if len(shape) != 3 or shape[-1] != 3:
             raise ValueError(f"{name}: images are {shape}, must be (H, W, 3)")
         super().check(num_images, shape, name)
@@ -80,7 +79,6 @@ class AdmSuite(Suite):
         return f"{name}_of_random_weights" if self.detector.record["checked"] == RANDOM_WEIGHTS else name
 
     def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:
-        """Return notes on how comparable the scores are."""
         warnings, weights, images = [], self.detector.record, self.reference.images
         if weights["checked"] == RANDOM_WEIGHTS:
             warnings.append(f"the weights {weights['path']} are random: these scores mean nothing")

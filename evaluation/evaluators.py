@@ -157,7 +157,6 @@ class ScoreSamples:
 
     @property
     def keys(self) -> list[str]:
-        """Keys of the scores."""
         return self.suite.keys(self.samples.count)
 
     def describe(self) -> dict[str, Any]:

@@ -42,7 +42,6 @@ class Images(Protocol):
 
     def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
         """Yield parts; part i starts at image i * batch_size."""
-        ...
 
 
 class ArrayImages:
@@ -54,7 +53,6 @@ class ArrayImages:
         self.array, self.count, self.shape = array, len(array), array.shape[1:]
 
     def batches(self, batch_size: int, parts: Iterable[int]) -> Iterator[Part]:
-        """Yield parts."""
         for part in parts:
             yield Part(part, self.array[part * batch_size : (part + 1) * batch_size])
 

@@ -1,4 +1,4 @@
-"""The files of the ADM suite, with their addresses and hashes."""
+"""Published files that scores need, with their addresses and hashes."""
 
 from dataclasses import dataclass
 from pathlib import Path

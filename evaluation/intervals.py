@@ -1,8 +1,8 @@
 """Standard errors of scores over the samples, from random halves of them.
 
-The bootstrap repeats images. A repeated image is its own nearest neighbour, which shifts all scores that look
-for neighbours. Halves are drawn without replacement (the jackknife that deletes half of the data, of Shao and
-Wu, Annals of Statistics 1989).
+The bootstrap repeats images. A repeated image is its own nearest neighbour, which biases all scores based on
+neighbours. Halves are drawn without replacement (the delete-half jackknife, Shao and Wu, Annals of Statistics
+1989).
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,8 @@ def standard_errors(
     """Return the standard error of each score of a metric; the reference counts as exact.
 
     Args:
-        samples: with AllFeatures of all features that the metric uses.
+        samples: at least twice the metric's `min_images`, with AllFeatures of all features that it uses.
         num_halves: number of halves, at least 2; 20 give a relative error of about 16 %.
-
-    Raises:
-        ValueError: the samples are fewer than twice the metric's `min_images`.
     """
     rng = np.random.default_rng(seed)
     name = metric.needs[0][1]
@@ -38,8 +35,6 @@ def standard_errors(
     if max_images := getattr(metric, "max_images", None):
         num_used = min(num_images, max_images, len(reference[AllFeatures, name].features))
     size = max(num_used // 2, metric.min_images)
-    if 2 * metric.min_images > num_images:
-        raise ValueError(f"{num_images} images are too few: {2 * metric.min_images} are needed")
     rows = [
         metric(reference, _part(samples, metric.needs, np.sort(rng.permutation(num_images)[:size]), device))
         for _ in range(num_halves)

@@ -54,7 +54,7 @@ def text_picture(images: np.ndarray) -> str:
 
 
 class GrowingGrid:
-    """A picture of the first samples, with alternating classes, or prompts in order; missing ones are black.
+    """A grid of the first samples, redrawn as parts finish. Classes alternate; missing samples are black.
 
     Args:
         images: draws the samples, see `builders.drawing.Drawing`.
@@ -73,7 +73,7 @@ class GrowingGrid:
         self._seen: set[int] = set()
 
     def update(self) -> None:
-        """Write the picture again if newly finished parts hold samples of it."""
+        """Redraw the grid if newly finished parts contain its samples."""
         done, part_of = self._cache.done(), self.sample_ids // self._part_size
         fresh = (done - self._seen) & set(part_of.tolist())
         for part in fresh:

@@ -14,6 +14,7 @@ from evaluation.features import Images, Need, add_up, extract
 from evaluation.files import fingerprint
 from evaluation.statistics import FeatureStatistics
 from runtime.arrays import ZIP_ERRORS, array_names, member_size, read_header, read_member
+from runtime.errors import as_value_error
 from runtime.files import atomic_write
 from runtime.launch import Launch
 from runtime.parts import PartCache
@@ -87,16 +88,11 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> Referen
         raise ValueError(f"reference={path} is a folder of latents: give images, {remedy}")
     if path.suffix != ".npz":
         return Reference(images=open_images(path), path=path)
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"reference={path} cannot be read as an .npz: truncated, or another kind of file")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = {name.removesuffix(".npy") for name in archive.namelist()}
-            listed = array_names(archive)
-            arrays = {name: _read(archive, name) for name in SHAPES if name in names}
-    except ZIP_ERRORS as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"reference={path} cannot be read as an .npz: {reason}") from error
+    unreadable = as_value_error(f"reference={path} cannot be read as an .npz", *ZIP_ERRORS)
+    with unreadable, zipfile.ZipFile(path) as archive:
+        names = {name.removesuffix(".npy") for name in archive.namelist()}
+        listed = array_names(archive)
+        arrays = {name: _read(archive, name) for name in SHAPES if name in names}
     _check_statistics(arrays, path)
     if "mu" not in arrays and "arr_0" not in names:
         raise ValueError(f"reference={path} holds {listed}, must hold mu and sigma, or images (arr_0)")

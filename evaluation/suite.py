@@ -113,7 +113,7 @@ class Suite:
                 raise ValueError(f"{metric.keys[0]} needs the features {', '.join(sorted(missing))}: {rule}")
 
     def check(self, num_images: int, shape: tuple[int, ...], name: str) -> None:
-        """Raise a ValueError if images cannot be scored; `name` stands for them in the message."""
+        """Raise a ValueError if images cannot be scored; `name` starts the message."""
         strictest = max(self.metrics, key=lambda metric: metric.min_images)
         if num_images < strictest.min_images:
             needed = f"at least {strictest.min_images} are needed for {', '.join(strictest.keys)}"
@@ -123,7 +123,7 @@ class Suite:
             raise ValueError(f"{name}: images are {shape}, must be {expected} as in the reference")
 
     def check_labels(self, labels: np.ndarray, name: str) -> None:
-        """Raise a ValueError if a label is not a class of the reference; `name` stands for the images."""
+        """Raise a ValueError if a label is not a class of the reference; `name` starts the message."""
         if _are_captions(labels):
             needing = [m.keys[0] for m in self.metrics if m.needs_labels and not m.needs_captions]
             if needing:
@@ -195,37 +195,39 @@ class Suite:
         warnings = self.warnings(num_images, images.shape)
         scores = Scores(num_images, samples.images_sha256, cost, warnings=warnings)
         for metric in self.metrics:
-            if metric.needs_captions and not _are_captions(labels):
-                reason = "the samples were not drawn from prompts"
-                scores.left_out |= {self.score_name(key, num_images): reason for key in metric.keys}
-                continue
             target = held_out if metric.held_out else reference
-            missing = [need for need in metric.needs_of_reference if need not in target.statistics]
-            if missing:
-                no_images = "the reference has no held-out images"
-                reason = no_images if metric.held_out else self._missing_reason(*missing[0])
-                scores.left_out |= {self.score_name(key, num_images): reason for key in metric.keys}
-            else:
-                values = self._with_names(metric(target, samples), num_images)
-                scores.values |= values
-                scores.higher_is_better += list(values) if metric.higher_is_better else []
-                if num_halves and num_images >= 2 * metric.min_images:
-                    errors = standard_errors(metric, target, samples, num_halves, self.launch.device)
-                    scores.standard_errors |= self._with_names(errors, num_images)
+            if reason := self._reason_left_out(metric, target, labels):
+                scores.left_out |= self._with_names(dict.fromkeys(metric.keys, reason), num_images)
+                continue
+            values = self._with_names(metric(target, samples), num_images)
+            scores.values |= values
+            scores.higher_is_better += list(values) if metric.higher_is_better else []
+            if num_halves and num_images >= 2 * metric.min_images:
+                errors = standard_errors(metric, target, samples, num_halves, self.launch.device)
+                scores.standard_errors |= self._with_names(errors, num_images)
         return scores
 
     def score_name(self, key: str, num_images: int) -> str:
         """Return the name of a score; subclasses may append the sample count."""
         return key
 
-    def _with_names(self, values: Mapping[str, float], num_images: int) -> dict[str, float]:
+    def _with_names(self, values: Mapping[str, Any], num_images: int) -> dict[str, Any]:
         return {self.score_name(key, num_images): value for key, value in values.items()}
 
     def warnings(self, num_images: int, shape: tuple[int, ...]) -> list[str]:
         """Return notes on how comparable the scores are."""
         return []
 
-    def _missing_reason(self, kind: type, name: str) -> str:
+    def _reason_left_out(self, metric: Metric, target: FeatureSet, labels: np.ndarray | None) -> str:
+        """Return why a metric cannot be computed; empty if it can."""
+        if metric.needs_captions and not _are_captions(labels):
+            return "the samples were not drawn from prompts"
+        missing = [need for need in metric.needs_of_reference if need not in target.statistics]
+        if not missing:
+            return ""
+        if metric.held_out:
+            return "the reference has no held-out images"
+        kind, name = missing[0]
         if self.reference.images is None and kind is not FeatureStatistics:
             return "the reference has no images (arr_0)"
         return f"the reference has no {' and '.join(STATISTICS.get(name, (f'statistics of {name}',)))}"

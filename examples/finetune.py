@@ -34,12 +34,13 @@ from torch import Tensor
 from builders.config import register, resolve
 from builders.experiment import check_routes
 from data import StreamOrder
+from diffusion import FlowLoss
 from models import token_mask
 from routing import Route, RoutePlan, Routing, attach, from_simpletuner, norm_router, random_router
 from routing.adapters.families import adapter_of
 from runtime.arrays import map_array
 from runtime.config import INTERRUPTED, run_main, user_mistakes
-from runtime.errors import check_choice, check_not_negative, check_positive
+from runtime.errors import as_value_error, check_choice, check_not_negative, check_positive
 from runtime.launch import ALONE, Launch
 from runtime.launcher import check_launcher, check_precision
 from runtime.lock import TRY_AGAIN
@@ -231,9 +232,7 @@ def flow_loss(
     """Return the loss (N,) of latents x. Positions where the mask (N, H, W) is 0 do not count."""
     device = generator.device
     n = torch.randn(x.shape, generator=generator, device=device).to(x)
-    # t = s u / (1 + (s - 1) u),  u = sigmoid(z),  z ~ N(0, 1)
-    u = torch.sigmoid(torch.randn(len(x), generator=generator, device=device)).to(x)
-    t = shift * u / (1 + (shift - 1) * u)
+    t = FlowLoss(shift=shift).draw_t(len(x), generator, device).to(x)
     # x_t = (1 - t) x + t n
     x_t = torch.lerp(x, n, t.view(-1, *[1] * (x.ndim - 1)))
     v = net(x_t, t, inputs, routing=routing, generator=generator)
@@ -315,10 +314,9 @@ def read_routes(request: FinetuneConfig) -> Any:
         return yaml.safe_load((RECIPES / f"{routes}.yaml").read_text())["routes"]
     if file is None:
         return routes
-    try:
+    wrong = f"tread_config={file} is not a SimpleTuner configuration"
+    with as_value_error(wrong, OSError, ValueError, AttributeError):
         return [asdict(route) for route in from_simpletuner(json.loads(Path(file).read_text()))]
-    except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"tread_config={file} is not a SimpleTuner configuration: {error}") from error
 
 
 def check_output(request: FinetuneConfig, num_processes: int) -> dict[str, Any]:
@@ -347,10 +345,8 @@ def open_inputs(request: FinetuneConfig) -> tuple[Family, dict[str, np.ndarray]]
     import diffusers
 
     folder, key = Path(request.inputs), f"transformer={request.transformer}"
-    try:
+    with as_value_error(f"{key} is not a transformer in the format of diffusers", OSError, ValueError):
         config = json.loads((Path(request.transformer) / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key} is not a transformer in the format of diffusers: {error}") from error
     if (kind := config.get("_class_name")) not in FAMILIES:
         raise ValueError(f"{key} is a {kind}, must be one of {', '.join(FAMILIES)}")
     family, files = FAMILIES[kind], {name: folder / f"{name}.npy" for name in ARRAYS}

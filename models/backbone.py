@@ -29,7 +29,7 @@ class Backbone(nn.Module):
 
     forward(x, c_noise, class_labels, *, routing=None, generator=None) -> F_x (N, C or 2C, H, W), for
     x (N, C, H, W), c_noise (N,) and class_labels (N,) int64, captions (see `TextShape`) or None. With an
-    inner head it returns two predictions: F_x, and the one of the inner block.
+    inner head it returns F_x and the prediction of the inner block.
 
     Args:
         latent_shape: (C, H, W) of the input.
@@ -39,7 +39,7 @@ class Backbone(nn.Module):
         num_tokens: T.
         routes: routes in layer order; (): none.
         blocks: the blocks that routes count.
-        inner_head: index of the block after which F_x is predicted, too; None: no second prediction.
+        inner_head: index of a block whose output also gives a prediction of F_x; None: no second prediction.
         projected: after a forward in `train()` mode, the projector's output for each token, and a bool mask
             (N, T) of the tokens that the block processed, or None if it processed all. None: no projector.
     """
@@ -63,12 +63,12 @@ class Backbone(nn.Module):
 
     @property
     def units(self) -> Sequence[nn.Module]:
-        """The modules that are compiled one by one, and sharded one by one."""
+        """The modules that are compiled and sharded separately."""
         return self.blocks
 
     def add_projector(self, build: Callable[[int], nn.Module], block: int, target_flops: int = 0) -> None:
-        """Let the module build(D) read the tokens (N, T, D) after a block in `train()` mode; its output is
-        `projected`. Making its target takes `target_flops` for an image.
+        """Apply the module build(D) to the tokens (N, T, D) after a block in `train()` mode; the output is
+        `projected`. Computing the target of an image takes `target_flops`.
         """
         raise ValueError(f"alignment: {type(self).__name__} has no projector; alignment=none trains without")
 

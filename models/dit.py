@@ -47,7 +47,7 @@ from routing import (
 from runtime.errors import check_choice, check_index, check_not_negative, check_positive
 
 MAX_DEPTH = 1000  # so that a configuration from outside cannot take all memory
-Inputs = tuple[Any, ...]  # what a block takes besides tokens: conditioning, positions, and the caption's
+Inputs = tuple[Any, ...]  # arguments of a block after x: c, positions, then bias and text of a caption
 
 
 class _Sequence(NamedTuple):
@@ -146,10 +146,11 @@ class DiT(Backbone):
         super().__init__()
         sizes = {"input_size": input_size, "patch_size": patch_size, "in_channels": in_channels}
         sizes |= {"hidden_size": hidden_size, "depth": depth, "num_heads": num_heads, "mlp_ratio": mlp_ratio}
+        sizes |= {"head_depth": head_depth, "head_num_heads": head_num_heads}
         for name, size in sizes.items():
             check_positive(f"model.{name}", size)
-        if depth > MAX_DEPTH:
-            raise ValueError(f"model.depth={depth} must be at most {MAX_DEPTH}")
+            if name.endswith("depth") and size > MAX_DEPTH:
+                raise ValueError(f"model.{name}={size} must be at most {MAX_DEPTH}")
         check_not_negative("model.num_classes", num_classes)
         check_not_negative("model.num_prefix_tokens", num_prefix_tokens)
         if input_size % patch_size:
@@ -176,14 +177,9 @@ class DiT(Backbone):
             raise ValueError("model.window=separate must have model/rejoin=bypass")
         if inner_head is not None:
             check_index("model.inner_head", inner_head, depth)
-        if head_width is not None:
-            check_positive("model.head_depth", head_depth)
-            if head_depth > MAX_DEPTH:
-                raise ValueError(f"model.head_depth={head_depth} must be at most {MAX_DEPTH}")
-            check_positive("model.head_num_heads", head_num_heads)
-            if head_width <= 0 or head_width % head_num_heads:
-                rule = f"a multiple of model.head_num_heads={head_num_heads}, or null"
-                raise ValueError(f"model.head_width={head_width} must be {rule}")
+        if head_width is not None and (head_width <= 0 or head_width % head_num_heads):
+            rule = f"a multiple of model.head_num_heads={head_num_heads}, or null"
+            raise ValueError(f"model.head_width={head_width} must be {rule}")
         self.inner_head, self.projector_block, self.projector = inner_head, None, None
         self.patch_size, self.in_channels = patch_size, in_channels
         self.latent_shape = (in_channels, input_size, input_size)
@@ -256,9 +252,8 @@ class DiT(Backbone):
         if zero:
             # Every block starts as the identity, and the network starts at F_x = 0.
             finals = [layer for layer in (self.final_layer, self.inner_layer) if layer is not None]
-            head_blocks = () if self.head is None else self.head.blocks
-            for part in (*self.blocks, *head_blocks, *finals):
-                nn.init.zeros_(part.adaLN_modulation.get_parameter("1.weight"))
+            for part in (*self.units, *finals):
+                nn.init.zeros_(part.get_parameter("adaLN_modulation.1.weight"))
             for layer in finals:
                 nn.init.zeros_(layer.linear.weight)
 
@@ -267,10 +262,7 @@ class DiT(Backbone):
         return (*self.blocks, *(() if self.head is None else self.head.blocks))
 
     def add_projector(self, build: Callable[[int], nn.Module], block: int, target_flops: int = 0) -> None:
-        """Let the module build(D) read the tokens (N, T, D) after a block in `train()` mode.
-
-        Tokens that bypass the block are read as they entered the window. See `Backbone.projected`.
-        """
+        """See `Backbone`. Tokens that bypass the block are read as they entered the window."""
         self.projector, self.projector_block = build(self.hidden_size), block
         self.target_flops = target_flops
 

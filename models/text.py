@@ -1,6 +1,6 @@
 """Captions as a condition: tokens in front of the image's, or keys and values of cross-attention.
 
-Shapes: N samples, M tokens of a caption, F numbers of an embedding, S = 1 + M, L tokens in the sequence, D
+Shapes: N samples, M tokens of a caption, F features of an embedding, S = 1 + M, L tokens in the sequence, D
 channels, H heads of d channels.
 """
 

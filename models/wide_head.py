@@ -1,7 +1,7 @@
 """A shallow and wide transformer after the blocks, for latents with many channels. [DDT] [RAE]
 
-The blocks read the latents at one width; the head reads them again at another, and the blocks' output for
-a token modulates it there. Published for RAE: 2 blocks of width 2048 after 28 of 1152.
+The head embeds the latents again, at its own width; the output of the blocks modulates each of its tokens.
+Published for RAE: 2 blocks of width 2048 after 28 of 1152.
 
 Shapes: N samples, T tokens, D channels of the blocks, W of the head.
 """

@@ -88,10 +88,8 @@ def _progress(run: Run) -> str:
     total_steps = int(run.config["train"]["total_steps"])
     age_sec = time.time() - run.folder.metrics_file.stat().st_mtime if run.lines else 0.0
     rows = facts(run.manifest, run.lines, constants([run]))
-    return (
-        f"<p>{escape(status_line(run.manifest, run.lines, total_steps, age_sec))}</p>"
-        f'<progress max="{total_steps}" value="{run.step}"></progress>{_table(rows)}'
-    )
+    status = escape(status_line(run.manifest, run.lines, total_steps, age_sec))
+    return f'<p>{status}</p><progress max="{total_steps}" value="{run.step}"></progress>{_table(rows)}'
 
 
 def _pictures(arms: Sequence[Arm]) -> Iterable[str]:
@@ -112,11 +110,8 @@ def comparison_notes(arms: Sequence[Arm]) -> list[str]:
             notes.append(f"note: the runs used more than one {name}")
     if len({run.step for run in runs}) > 1:
         notes.append("note: the runs have different numbers of steps")
-    notes += [
-        f"note: {arm.name} has several runs of one seed: n counts runs, not seeds"
-        for arm in arms
-        if len({run.seed for run in arm.runs}) < len(arm.runs)
-    ]
+    repeated = [arm.name for arm in arms if len({run.seed for run in arm.runs}) < len(arm.runs)]
+    notes += [f"note: {name} has several runs of one seed: n counts runs, not seeds" for name in repeated]
     if 0 < (num_held_out := min(run.num_held_out for run in runs)) < FEW_HELD_OUT:
         notes.append(f"note: the held-out losses use few images ({num_held_out})")
     return notes
@@ -149,7 +144,7 @@ def status_line(manifest: dict[str, Any], lines: Lines, total_steps: int, age_se
 
 
 def pictures_of(run: Path) -> list[Path]:
-    """Return the newest picture of a training, then the overview and pictures of `sample.py`."""
+    """Return the newest picture of a training, then all others: the overview and pictures of `sample.py`."""
     files = sorted(run.glob("samples/[!.]*.png"))  # hidden files are incomplete
     # The page may be shared: it shows no file from outside the run.
     files = [file for file in files if file.is_file() and file.resolve().is_relative_to(run.resolve())]

@@ -123,10 +123,8 @@ class Run:
         """The settings that define the run's arm, as text by dotted key."""
         flat = {key: str(value) for key, value in flatten(self.config).items() if not is_in(key, SAME_ARM)}
         entries = str(self.manifest["data"]["fingerprint"])[:8]  # the same in any folder
-        routes = (
-            f"{route['selection_ratio']:g} bypass {route['start_layer_idx']} to {route['end_layer_idx']}"
-            for route in self.config["model"]["routes"]
-        )
+        text = "{selection_ratio:g} bypass {start_layer_idx} to {end_layer_idx}"
+        routes = [text.format_map(route) for route in self.config["model"]["routes"]]
         return flat | {"model.routes": "; ".join(routes) or "none", "data.entries": entries}
 
 
@@ -186,9 +184,8 @@ def group_runs(runs: Sequence[Run]) -> list[Arm]:
 
 def sections(arms: Sequence[Arm]) -> dict[str, list[Arm]]:
     """Return the arms of each data set, by its name."""
-    return {
-        data: [arm for arm in arms if arm.data == data] for data in dict.fromkeys(arm.data for arm in arms)
-    }
+    names = dict.fromkeys(arm.data for arm in arms)
+    return {name: [arm for arm in arms if arm.data == name] for name in names}
 
 
 def _name(arms: Sequence[Arm]) -> None:
@@ -253,9 +250,7 @@ def changes(arms: Sequence[Arm]) -> list[dict[str, str]]:
         for key in keys_of_scores(arms):
             pair = [arm.values(key), arms[0].values(key)]
             if all(pair):
-                effect = effect_of(
-                    pair, (1, -1), [values for other in others if (values := other.values(key))]
-                )
+                effect = effect_of(pair, (1, -1), [other.values(key) for other in others])
                 row = {"score": key, **_verdict(effect), "seeds": f"{len(pair[0])}, {len(pair[1])}"}
                 rows.append(row | {"arm": arm.name})
     return rows

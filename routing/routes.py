@@ -58,22 +58,11 @@ class Routing:
         force_keep: (N, T) bool, tokens that must not bypass.
         noise: one tensor (N, T) in [0, 1) per route. It replaces the random draw of the router, so that the
             caller knows which tokens are kept, or can repeat them.
-
-    Raises:
-        ValueError: force_keep, or an entry of noise, is not a tensor.
     """
 
     selection_ratio: float | Sequence[float] | None = None
     force_keep: torch.Tensor | None = None
     noise: Sequence[torch.Tensor] | None = None
-
-    def __post_init__(self) -> None:
-        noise = () if self.noise is None else self.noise
-        is_sequence = isinstance(noise, Sequence) or (isinstance(noise, torch.Tensor) and noise.ndim > 0)
-        if not (is_sequence and all(isinstance(tensor, torch.Tensor) for tensor in noise)):
-            raise ValueError(f"noise={noise!r} must be a sequence of tensors")
-        if not isinstance(self.force_keep, torch.Tensor | None):
-            raise ValueError(f"force_keep={self.force_keep!r} must be a tensor")
 
     def ratios(self, routes: Sequence[Route], active: bool) -> tuple[float, ...]:
         """Return the ratio of each route. `selection_ratio=None`: the route's ratio if `active`, else 0.

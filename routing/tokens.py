@@ -36,8 +36,8 @@ def sample_ids_keep(
         num_tokens: T, without the prefix.
         selection_ratio: fraction of the T tokens that bypass the window, in [0, 1).
         generator: random generator on `device`; None: the default generator of the device.
-        force_keep: (N, T) bool, tokens that must not bypass. If they are more than K, K of them stay at
-            random.
+        force_keep: (N, T) bool, tokens that must not bypass. If there are more than K, a random K of
+            them stay.
         num_prefix_tokens: P, tokens at the start of the sequence, all of which stay.
 
     Returns:

@@ -75,9 +75,8 @@ def member_size(archive: zipfile.ZipFile, name: str) -> int:
         raise ValueError(f"{name} is packed by method {member.compress_type}, must be stored or deflated")
     packed = min(member.compress_size, Path(str(archive.filename)).stat().st_size)
     if member.file_size > MAX_INFLATED * packed:
-        raise ValueError(
-            f"{name} declares {member.file_size} bytes, more than its {packed} compressed bytes can hold"
-        )
+        rule = f"more than its {packed} compressed bytes can hold"
+        raise ValueError(f"{name} declares {member.file_size} bytes, {rule}")
     return member.file_size
 
 
@@ -125,8 +124,7 @@ def _check_stored(file: Path) -> None:
         raise ValueError(f"{file} is damaged: it does not end as files that torch.save writes")
     with as_value_error(f"{file} is damaged", *ZIP_ERRORS), zipfile.ZipFile(file) as archive:
         members = archive.infolist()
-    packed = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
-    if packed:
+    if packed := [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]:
         raise ValueError(f"{file}: {packed[0]} is compressed, must be stored, as torch.save does")
     declared = sum(max(member.file_size, member.compress_size) for member in members)
     if declared > size:

@@ -21,10 +21,7 @@ FOR_DEVELOPERS = ("To append to your", "full_key:", "reference_type=", "object_t
 CLEARER = (  # (pattern in a message, replacement)
     (r"Invalid value assigned: \w+ is not a ListConfig.*", "must be a list"),
     (r"Cannot merge DictConfig with List.*", "must be a list"),
-    (
-        r"Invalid type assigned: \w+ is not a subclass of \w+\. value: .*",
-        "is a group of keys, set one by one",
-    ),
+    (r"Invalid type assigned: \w+ is not a subclass of \w+\..*", "is a group of keys, set one by one"),
     (r"(Could not load 'hydra/\w+/\w+')\.", r"\1: run `pip install -r requirements-sweeps.txt`"),
     (r"list index out of range$", "the list has no item with this index"),
     (r"^invalid literal for int\(\) with base 10: ('.*')$", r"\1 is not an index of a list: use 0, 1, ..."),

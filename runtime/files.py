@@ -55,7 +55,6 @@ def finite(content: Any) -> Any:
 
 
 def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file."""
     damaged = as_value_error(f"{file} is damaged, not JSON", ValueError, RecursionError)
     with damaged, file.open("rb") as opened:
         return parse_json(read_bounded(opened, max_bytes))
@@ -95,7 +94,6 @@ def files_in(folder: Path) -> Iterator[str]:
 
 
 def sha256(file: Path) -> str:
-    """Hash the content of a file."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 

@@ -40,9 +40,7 @@ class Node:
 
     def bind(self) -> Callable[..., Any]:
         """Bind the arguments, nodes first; return the function itself if it has none."""
-        bound = {
-            name: value.bind() if isinstance(value, Node) else value for name, value in self.arguments.items()
-        }
+        bound = {k: v.bind() if isinstance(v, Node) else v for k, v in self.arguments.items()}
         return partial(self.function, **bound) if bound else self.function
 
     @cached_property

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.lock import Busy, Lock
+from runtime.lock import Lock
 
 
 def output_path(out: str | None, run: Path, default: str) -> Path:
@@ -23,9 +23,8 @@ def check_free(file: Path, others: Sequence[Path], overwrite: bool) -> None:
         raise IsADirectoryError(f"out={file} is a folder, must be a file")
     existing = next((path for path in (file, *others) if path.exists()), None)
     if existing and not overwrite:
-        raise FileExistsError(
-            f"out={file}: {existing.name} already exists: set overwrite=true to replace it, or another out"
-        )
+        remedy = "set overwrite=true to replace it, or another out"
+        raise FileExistsError(f"out={file}: {existing.name} already exists: {remedy}")
 
 
 @contextmanager
@@ -41,14 +40,6 @@ def exclusive_output(file: Path, others: Sequence[Path], overwrite: bool) -> Ite
         Busy: another program holds the lock.
         OSError: a file already exists, or the folder cannot be written.
     """
-    try:
-        lock = Lock(file.with_name(f".{file.name}.lock"), f"out={file}").acquire()
-    except Busy:
-        raise
-    except OSError as error:
-        raise OSError(f"out={file} cannot be written: {error}") from error
-    try:
+    with Lock(file.with_name(f".{file.name}.lock"), f"out={file}"):
         check_free(file, others, overwrite)
         yield
-    finally:
-        lock.release()

@@ -30,11 +30,11 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Images (n, H, W, C) uint8 of a part; cost: evaluations and FLOPs per image; None: not sampled."""
+    """The images of a part."""
 
     index: int
-    images: np.ndarray
-    cost: np.ndarray | None = None
+    images: np.ndarray  # (n, H, W, C) uint8
+    cost: np.ndarray | None = None  # network evaluations and FLOPs of an image; None: not sampled
 
 
 class PartCache:
@@ -97,7 +97,6 @@ class PartCache:
         return [i for i in range(self.num_parts) if i not in done]
 
     def write(self, i: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write a part."""
         with resume_hint(self.file(i)), atomic_write(self.file(i)) as partial:
             np.savez(partial, **arrays)  # pyright: ignore[reportArgumentType]  no array is allow_pickle
 
@@ -113,9 +112,8 @@ class PartCache:
             if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
                 raise
             file.unlink()
-            raise ValueError(
-                f"{file} was damaged ({error}) and has been removed: run the same command again"
-            ) from error
+            rule = "has been removed: run the same command again"
+            raise ValueError(f"{file} was damaged ({error}) and {rule}") from error
 
     def fill(
         self,
@@ -140,16 +138,20 @@ class PartCache:
             num_items, size = self._num_items, self._part_size
             finished = num_items - sum(min(size, num_items - size * i) for i in todo)
             bar = {"total": num_items, "initial": finished, "desc": description, "unit": "image"}
-            with (
-                self._resumable(launch),
-                closing(make(todo[launch.rank :: launch.world_size])) as made,
-                tqdm(**bar, disable=not launch.is_main) as progress,
-            ):
-                for i, arrays in made:
-                    self.write(i, arrays)
-                    progress.update(min(size * launch.world_size, num_items - progress.n))
-                    if launch.is_main:
-                        after_part()
+            share = make(todo[launch.rank :: launch.world_size])
+            try:
+                with closing(share) as made, tqdm(**bar, disable=not launch.is_main) as progress:
+                    for i, arrays in made:
+                        self.write(i, arrays)
+                        progress.update(min(size * launch.world_size, num_items - progress.n))
+                        if launch.is_main:
+                            after_part()
+            except BaseException as error:
+                if self.path.exists() and launch.world_size == 1 and not self.done():
+                    self.remove()  # nothing to resume
+                elif isinstance(error, KeyboardInterrupt):
+                    launch.print(f"\nstopped: the same command resumes from {self.path}")
+                raise
             launch.barrier()
         if launch.is_main:
             after_part()  # the other ranks have finished, too
@@ -157,23 +159,11 @@ class PartCache:
                 count = f"{missing} of {self.num_parts}"
                 raise ValueError(f"{count} parts are missing: run the same command again")
 
-    @contextmanager
-    def _resumable(self, launch: Launch) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            if self.path.exists() and launch.world_size == 1 and not self.done():
-                self.remove()  # nothing to resume
-            elif isinstance(error, KeyboardInterrupt):
-                launch.print(f"\nstopped: the same command resumes from {self.path}")
-            raise
-
     def remove(self) -> None:
         """Remove the folder with all parts."""
         shutil.rmtree(self.path)
 
     def file(self, i: int) -> Path:
-        """Return the file of a part."""
         return self.path / f"{i:07d}.npz"
 
 

@@ -1,6 +1,4 @@
-"""State that the jobs of a sweep share, possibly in different processes: the sweep's command line, and a file
-that records the jobs that have ended.
-"""
+"""State that the jobs of a sweep share across processes: the command line, and a file of ended jobs."""
 
 import json
 import os
@@ -29,7 +27,6 @@ def start_sweep(arguments: Sequence[str]) -> None:
 
 
 def sweep_arguments() -> list[str]:
-    """Return the command line of the sweep."""
     return shlex.split(os.environ[COMMAND])
 
 

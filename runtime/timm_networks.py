@@ -21,13 +21,11 @@ def load_timm(model: str, file: Path, options: Mapping[str, Any]) -> nn.Module:
     from safetensors import SafetensorError, safe_open
 
     try:
-        network = timm.create_model(
-            model, pretrained=True, pretrained_cfg_overlay={"file": str(file)}, **options
-        )
+        net = timm.create_model(model, pretrained=True, pretrained_cfg_overlay={"file": str(file)}, **options)
         with safe_open(file, "pt") as weights:  # without a head, timm does not check for missing tensors
-            if missing := network.state_dict().keys() - {*weights.keys()}:
+            if missing := net.state_dict().keys() - {*weights.keys()}:
                 raise RuntimeError(f"{', '.join(sorted(missing)[:3])} and others are missing")
     except (RuntimeError, SafetensorError, TypeError) as error:  # TypeError: it does not have these options
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{file} does not hold the weights of {model}: {reason}") from error
-    return network.eval()
+    return net.eval()

@@ -90,15 +90,14 @@ def draw(images: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def losses(experiment: Experiment, dataset: LatentDataset) -> dict[str, dict[str, float]]:
-    """Return the held-out loss of each baseline, by the evaluation of a training."""
+    """Return the held-out loss of each baseline, computed as during a training."""
     latents, labels = dataset.read(dataset.train_ids)
     latents = dataset.manifest.to_latents(latents, torch.Generator().manual_seed(0)).numpy()
     batches = partial(held_out_batches, dataset, EVALUATION_BATCH, torch.device("cpu"), rank=0, world_size=1)
     sigma_data, loss = dataset.manifest.std or 0.5, experiment.loss(experiment.meta_net)
     classes = labels.numpy()
-    means = torch.stack(
-        [torch.from_numpy(latents[classes == c].mean(axis=0, dtype=np.float64)) for c in np.unique(classes)]
-    )
+    class_means = [latents[classes == c].mean(axis=0, dtype=np.float64) for c in np.unique(classes)]
+    means = torch.from_numpy(np.stack(class_means))
     filters: dict[str, Any] = {"class means": lambda x, alpha, sigma, labels: means[labels]}
     if latents[0].size <= MAX_DIMENSIONS:
         filters["class Gaussians"] = GaussianDenoiser(latents, classes)

@@ -63,11 +63,8 @@ class Comparison:
 
     def pairs(self) -> list[tuple[str, str]]:
         """Return each study with each of its scores."""
-        return [
-            (study, key)
-            for study, keys in self.scores.items()
-            for key in ([keys] if isinstance(keys, str) else keys)
-        ]
+        lists = {study: [keys] if isinstance(keys, str) else keys for study, keys in self.scores.items()}
+        return [(study, key) for study, keys in lists.items() for key in keys]
 
     def findings(self, records: Records) -> list[Finding]:
         """Return a finding for each score of each study that has records."""
@@ -87,12 +84,10 @@ class Comparison:
             ]
             text += f" ({' against '.join(dict.fromkeys(g.replace('guidance=', '') for g in settings))})"
         studies = (study, self.than) if self.than else (study,)
-        gates = tuple(
-            sorted({gate for s in studies for gate, why in failed_gates(records, s, key).items() if why})
-        )
+        gates = {gate for s in studies for gate, why in failed_gates(records, s, key).items() if why}
         commits = tuple(dict.fromkeys(commit for s in studies for commit in records.commits(s, self.arms)))
         text = f"{text}: {effect.format(is_ratio(key))}"
-        return Finding(text, str(effect.n), commits, effect, self.higher, gates)
+        return Finding(text, str(effect.n), commits, effect, self.higher, tuple(sorted(gates)))
 
 
 @dataclass(frozen=True)
@@ -335,27 +330,20 @@ def stacks_table(records: Records) -> str:
     for name in ("", *METHODS, "REPA kept", "REPA delayed"):
         dense, routed = (f"{twin}, {name}".removesuffix(", ") for twin in TWINS)
         base = dense if dense in STUDIES[STACKS].arms else "dense, REPA"
-        row: dict[str, Any] = {"method": name or "routes alone"}
+        row: dict[str, Any] = {"method": name or "routes alone", "n": 0}
         for key, label in ((LOSS, "loss"), (records.distance(STACKS) or "", "distance")):
             guidance = "best" if name in ("internal", "post hoc") and label == "distance" else UNGUIDED
-            arms = {
-                "dense": (dense, "dense"),
-                "routed": (routed, "routed" if name else "dense"),
-                "routed - dense": (routed, "routed", base, "dense"),
-            }
+            arms = {"dense": (dense, "dense"), "routed": (routed, "routed" if name else "dense")}
+            arms |= {"routed - dense": (routed, "routed", base, "dense")}
             for column, pair in arms.items():
-                if name or column == "routed":
-                    effect = compare(records, STACKS, key, pair, "end", (guidance, UNGUIDED))
-                    row[f"{label}, {column}"] = effect.format(is_ratio(key)) if effect else ""
-                    row["n"] = max(row.get("n", 0), effect.n if effect else 0)
-        if effect := compare(records, STACKS, LOSS, (routed, base), "gflop"):
-            row["loss, routed against dense, equal FLOPs"] = effect.format(True)
+                is_change = name or column == "routed"  # the others would compare an arm with itself
+                effect = is_change and compare(records, STACKS, key, pair, "end", (guidance, UNGUIDED))
+                row[f"{label}, {column}"] = effect.format(is_ratio(key)) if effect else ""
+                row["n"] = max(row["n"], effect.n if effect else 0)
+        effect = compare(records, STACKS, LOSS, (routed, base), "gflop")
+        row["loss, routed against dense, equal FLOPs"] = effect.format(True) if effect else ""
         rows.append(row)
-    columns = [
-        f"{label}, {arm}" for label in ("loss", "distance") for arm in ("dense", "routed", "routed - dense")
-    ]
-    order = ["method", "n", *columns, "loss, routed against dense, equal FLOPs"]
-    return markdown(rows, dict.fromkeys(order, "{}"), text=True)
+    return markdown(rows, text=True)
 
 
 def when_table(records: Records) -> str:
@@ -363,8 +351,8 @@ def when_table(records: Records) -> str:
     rows = []
     for study in (name for name in STUDIES if records.rows[name]):
         key = EXCESS if records.is_mixture(study) else LOSS
-        columns = {"equal steps": "end", "equal FLOPs": "gflop", "FLOPs to the same loss": "score"}
-        effects = {name: (key, at) for name, at in columns.items()}
+        effects = {"equal steps": (key, "end"), "equal FLOPs": (key, "gflop")}
+        effects |= {"FLOPs to the same loss": (key, "score")}
         for twins in twins_of(records, study)[: 1 if study == STACKS else None]:
             steps = int(records.rows_of(study, twins[0])[-1]["step"])
             row = {"task": study, "variant": twins[0].partition(", ")[2], "steps": f"{steps:,}"}

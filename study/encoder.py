@@ -54,7 +54,7 @@ def view(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def contrastive_loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of finding each row's partner, for embeddings (N, D) of two views."""
+    """Return the cross-entropy of matching the two views of each image, for their embeddings (N, D)."""
     logits = a @ b.T / TEMPERATURE  # (N, N)
     partners = torch.arange(len(a))
     return (F.cross_entropy(logits, partners) + F.cross_entropy(logits.T, partners)) / 2

@@ -1,9 +1,9 @@
-"""Which scores notice which failure: held-out real images, damaged on purpose, take the place of samples.
+"""Sensitivity of scores to failures: held-out real images, damaged on purpose, are scored as samples.
 
     python -m study.failures OUT [digits] [glyphs]
 
-A score notices a failure if it changes by more than three standard errors (over the samples). The table on
-evaluation/README.md is written from the records.
+A score notices a failure if it changes by more than three standard errors (over the samples).
+evaluation/README.md shows the tables of the record.
 """
 
 import math
@@ -17,7 +17,7 @@ import torch
 from scipy.ndimage import gaussian_filter
 
 from benchmarks.processes import program_parser, record_all
-from benchmarks.results import Record, Rows
+from benchmarks.results import Record, Rows, markdown
 from benchmarks.runs import compose
 from builders.references import reference_of
 from builders.scoring import build_suite
@@ -62,13 +62,8 @@ def measure(task: str) -> Rows:
     reference = reference_of(dataset, encoder_for(dataset.manifest, torch.device("cpu")), task)
     suite, name = build_suite(experiment.evaluation, reference, ALONE), TASKS[task][0]
     known = {key for metric in suite.metrics for key in metric.keys}
-    further = (
-        InfiniteFrechetDistance("fd_inf", name),
-        KernelDistance("kd", name, num_subsets=20),
-        Cmmd(name, max_images=1024),
-        VendiScore(name),
-        Memorised(name),
-    )
+    further = [InfiniteFrechetDistance("fd_inf", name), KernelDistance("kd", name, num_subsets=20)]
+    further += [Cmmd(name, max_images=1024), VendiScore(name), Memorised(name)]
     suite.metrics = [metric for metric in suite.metrics if not metric.held_out]
     suite.metrics += [metric for metric in further if not known.intersection(metric.keys)]
     assert isinstance(reference.images, ArrayImages) and reference.held_out and reference.labels is not None
@@ -89,20 +84,20 @@ def table(rows: Sequence[Mapping[str, str]]) -> str:
     """Return a Markdown table of scores by failures; a noticed failure is marked as better or worse."""
     cells = {(row["score"], row["failure"]): row for row in rows}
     scores, failures = (dict.fromkeys(row[key] for row in rows) for key in ("score", "failure"))
-    lines = [f"| score | real images | {' | '.join(f for f in failures if f != NONE)} |"]
-    lines.append("|---|" + "--:|" * len(failures))
+    lines = []
     for score in scores:
         base = cells[score, NONE]
-        line = f"| `{score}` | {float(base['value']):.3g} ± {float(base['standard_error']):.1g} |"
+        real = f"{float(base['value']):.3g} ± {float(base['standard_error']):.1g}"
+        line = {"score": f"`{score}`", "real images": real}
         for failure in (f for f in failures if f != NONE):
             row = cells[score, failure]
             change = float(row["value"]) - float(base["value"])
             error = math.hypot(float(row["standard_error"]), float(base["standard_error"]))
             is_better = (change > 0) == (str(row["higher_is_better"]) == "True")
             notice = ("better" if is_better else "**worse**") if abs(change) > NUM_ERRORS * error else "-"
-            line += f" {float(row['value']):.3g} {notice} |"
+            line[failure] = f"{float(row['value']):.3g} {notice}"
         lines.append(line)
-    return "\n".join(lines)
+    return markdown(lines)
 
 
 def main() -> None:

@@ -90,9 +90,8 @@ class Records:
 
     def rows_of(self, study: str, arm: str) -> list[dict[str, str]]:
         """Return the rows of an arm, sorted by step."""
-        return sorted(
-            (row for row in self.rows[study] if row["arm"] == arm), key=lambda row: int(row["step"])
-        )
+        rows = [row for row in self.rows[study] if row["arm"] == arm]
+        return sorted(rows, key=lambda row: int(row["step"]))
 
     def curve(self, study: str, arm: str, key: str, guidance: str = UNGUIDED) -> dict[int, list[Point]]:
         """Return the evaluations of each seed, as means over sets of noise."""
@@ -127,8 +126,7 @@ class Records:
 
     def distance(self, study: str) -> str | None:
         """Return the key of the study's distance, to held-out data if it is recorded; None without one."""
-        keys = {key for row in self.rows[study] for key in DISTANCES if row.get(key)}
-        return next((key for key in DISTANCES if key in keys), None)
+        return next((key for key in DISTANCES if any(row.get(key) for row in self.rows[study])), None)
 
     def resolve_guidance(self, study: str, arm: str, guidance: str) -> str:
         """Resolve `best` to the scale with the lowest mean distance, and to `best` without records."""

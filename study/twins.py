@@ -50,11 +50,9 @@ NOT_FINITE = "no finite loss or gradient"  # in the log of a training that diver
 ROUTED = ("model=tread",)
 TWINS = {"dense": ("model=dit",), "routed": ROUTED}
 NO_REMOVAL = {"no removal": (*ROUTED, "model.window=context")}
-# All tokens enter the window, as two sequences that cannot see each other.
-MECHANISM = {
-    "separate": (*ROUTED, "model.window=separate"),
-    "self logit": (*ROUTED, "model/block=self_logit"),
-}
+# separate: all tokens enter the window, as two sequences that cannot see each other.
+MECHANISM = {"separate": (*ROUTED, "model.window=separate")}
+MECHANISM |= {"self logit": (*ROUTED, "model/block=self_logit")}
 # Half of the tokens enter no block and have no loss.
 TOKEN_DROP = {"token drop": (*ROUTED, "train.kept_tokens_only=true")}
 TOKEN_DROP["token drop"] += ("model.routes.0.start_layer_idx=0", "model.routes.0.end_layer_idx=-1")
@@ -70,7 +68,7 @@ class Study:
         search_seeds: of the search; (): train at `lr`, without a search.
         lr_of: arms that are trained at the best rate of another arm.
         evaluations: number of evaluations of the held-out loss, each with a checkpoint.
-        scales: of classifier-free guidance, at the end; (): do not draw samples.
+        scales: of classifier-free guidance, for samples of the last checkpoint; (): none.
         noises: number of sets of noise for samples of the best, last and equal-cost checkpoints.
         scored: keys of fid.py by arm, each a sweep of the last checkpoint.
         num_samples, num_steps: of each set of samples.
@@ -171,14 +169,14 @@ for tokens, side in ((64, 32), (256, 64), (1024, 128)):
         *("scenes", (*TEXT, *size), CONDITIONING_ARMS["prefix"] | CONDITIONING_ARMS["cross"], 500, 0.004),
         **FIVE_SEEDS,
     )
-# 32 pixels again, long enough to follow captions; their kinds as classes, to compare with.
+# Scenes of 32 pixels, trained long enough to follow captions. The arms "class" have their kinds as classes.
 CAPTION_TASK = {"data": "scenes", "task": ("model.hidden_size=96", "model.num_heads=3", *SCENE_KEYS)}
 CAPTION_TASK |= {"lr": 0.005, "search_seeds": (), "noises": 1, "num_steps": 10}
 STUDIES["captions-64"] = Study(
     arms={arm: keys for arms in CONDITIONING_ARMS.values() for arm, keys in arms.items()},
     **CAPTION_TASK | {"steps": 2000, "evaluations": 10, "scales": (2.0,), "num_samples": 350},
 )
-# Eight times as long.
+# The prefix arms of captions-64 and "no removal", trained eight times as long.
 STUDIES["captions-16k"] = Study(
     arms=CONDITIONING_ARMS["prefix"]
     | {"no removal, prefix": (*NO_REMOVAL["no removal"], "model/conditioning=prefix")},
@@ -188,22 +186,12 @@ TINY = ("model.hidden_size=32", "train.batch_size=4", "train.log_every=1", "trai
 TINY += ("optimizer.warmup_steps=0", "model.num_heads=2")
 TINY_DATA = {"glyphs": ("data.num_images=2048",), "scenes": ("data.num_images=640",)}
 TINY_STEPS = 4
-COLUMNS = {
-    "arm": "{}",
-    "seed": "{}",
-    "lr": "{}",
-    "step": "{}",
-    "gflop": "{:.0f}",
-    "guidance": "{}",
-    "noise": "{}",
-    "train_loss": "{:.4f}",
-    **dict.fromkeys(SCORES, "{:.4f}"),
-    "failed": "{}",
-}
+COLUMNS = dict.fromkeys(("arm", "seed", "lr", "step"), "{}") | {"gflop": "{:.0f}"}
+COLUMNS |= {"guidance": "{}", "noise": "{}"} | dict.fromkeys(("train_loss", *SCORES), "{:.4f}")
+COLUMNS["failed"] = "{}"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = program_parser("study.twins", __doc__)
     parser.add_argument("out", type=Path, help="folder of the runs and the records")
     parser.add_argument("--tiny", action="store_true", help="rehearse the same code at small sizes")
@@ -235,7 +223,7 @@ def main() -> None:
     """Train and score everything that is not in the records, and print the records."""
     request = parse()
     request.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # wait until the trainings are saved
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: trainings save before they end
     failures, header = [], environment(torch.device(device_type())) | {"tiny": request.tiny}
     for name in request.studies:
         study = STUDIES[name]
@@ -304,8 +292,8 @@ class Work:
         best = min(losses, key=losses.get) if losses else self.study.lr
         around = (best,) if self.request.tiny else (best / 2, best, best * 2)
         rates = [rate for rate in around if rate <= MAX_LR]
-        searched = {(int(r["seed"]), float(r["lr"])) for r in searches_of(self._rows(), arm)}
-        return [(seed, lr) for lr in rates for seed in seeds if (seed, float(f"{lr:g}")) not in searched]
+        searched = searches_by_rate(self._rows(), arm)
+        return [(s, lr) for lr in rates for s in seeds if str(s) not in searched.get(float(f"{lr:g}"), ())]
 
     def _run(self, kind: str, units: Sequence[tuple[str, int, float]]) -> list[str]:
         """Train what is not recorded yet. Return the failures."""
@@ -357,14 +345,12 @@ class Work:
         """
         samples, num_steps = (20, 10) if self.request.tiny else (self.study.num_samples, self.study.num_steps)
         sets = {(step, UNGUIDED): 1.0 for step in (self.equal_cost_steps[arm], self.steps)}
-        sets |= {(self.steps, guided_by("cfg", scale)): scale for scale in self.study.scales}
-        scores = partial(
-            density_scores, run, seeds=range(seed * samples, (seed + 1) * samples), num_steps=num_steps
-        )
-        return [
-            {"step": step, "guidance": guidance, "noise": 0, **scores(step, scale)}
-            for (step, guidance), scale in sets.items()
-        ]
+        sets |= {(self.steps, f"guidance=cfg guidance_scale={scale:g}"): scale for scale in self.study.scales}
+        seeds, rows = range(seed * samples, (seed + 1) * samples), []
+        for (step, guidance), scale in sets.items():
+            scores = density_scores(run, step, scale, seeds=seeds, num_steps=num_steps)
+            rows.append({"step": step, "guidance": guidance, "noise": 0, **scores})
+        return rows
 
     def _score(self, run: Path, arm: str, seed: int, best: int) -> Rows:
         """Score samples of a training: `noises` sets at the best, the last and the equal-cost step, one set
@@ -394,11 +380,6 @@ class Work:
         return [scores_of(file, samples) for file in sorted(run.glob("scores/*.json"))]
 
 
-def guided_by(name: str, scale: float) -> str:
-    """Return the name of samples with guidance."""
-    return f"guidance={name} guidance_scale={scale:g}"
-
-
 def join_steps(steps: Sequence[int] | set[int]) -> str:
     """Return different steps as a list of a sweep."""
     return ",".join(str(step) for step in sorted({*steps}))
@@ -410,7 +391,7 @@ def scores_of(file: Path, num_samples: int) -> dict[str, Any]:
     drawn = record["samples"]["drawn"]
     scale, target = drawn["guidance"].get("guidance_scale"), drawn["guidance"]["_target_"]
     name = "internal" if target == "diffusion.InternalGuidance" else "cfg"
-    guidance = UNGUIDED if scale in (None, 1) else guided_by(name, scale)
+    guidance = UNGUIDED if scale in (None, 1) else f"guidance={name} guidance_scale={scale:g}"
     _, step, *width = Path(drawn["checkpoint"]).name.split("_")
     if width:
         guidance = f"checkpoint={width[0]}"
@@ -437,16 +418,12 @@ def evaluations_of(run: Path) -> Rows:
     return rows
 
 
-def searches_of(rows: Sequence[Mapping[str, Any]], arm: str) -> Rows:
-    """Return the rows of an arm's search."""
-    return [row for row in rows if (row.get("arm"), row.get("part")) == (arm, "search") and row.get(LOSS)]
-
-
 def searches_by_rate(rows: Sequence[Mapping[str, Any]], arm: str) -> dict[float, dict[str, float]]:
     """Return {learning rate: {seed: held-out loss}} of an arm's search."""
     by_rate: dict[float, dict[str, float]] = {}
-    for row in searches_of(rows, arm):
-        by_rate.setdefault(float(row["lr"]), {})[str(row["seed"])] = float(row[LOSS])
+    for row in rows:
+        if (row.get("arm"), row.get("part")) == (arm, "search") and row.get(LOSS):
+            by_rate.setdefault(float(row["lr"]), {})[str(row["seed"])] = float(row[LOSS])
     return dict(sorted(by_rate.items()))
 
 
@@ -456,12 +433,11 @@ def search_losses(rows: Sequence[Mapping[str, Any]], arm: str) -> dict[float, fl
     """
     by_rate = searches_by_rate(rows, arm)
     shared = set.intersection(*map(set, by_rate.values())) if by_rate else set()
-    return {
-        lr: mean(losses[seed] for seed in shared or losses)
-        if math.isfinite(sum(losses.values()))
-        else math.inf
-        for lr, losses in by_rate.items()
-    }
+    means = {}
+    for lr, losses in by_rate.items():
+        is_finite = math.isfinite(sum(losses.values()))
+        means[lr] = mean(losses[seed] for seed in shared or losses) if is_finite else math.inf
+    return means
 
 
 def best_lr(rows: Sequence[Mapping[str, Any]], arm: str) -> float:

@@ -3,7 +3,7 @@
 import json
 import re
 from copy import deepcopy
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,7 @@ def composed(*overrides, config_name="config"):
     return config
 
 
-@cache
+@lru_cache(256)  # objects that are kept slow down every collection of garbage
 def _composed(config_name, overrides):
     named = ["run_name=test"] if config_name == "config" else []
     with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.3"):

@@ -4,7 +4,9 @@ import hashlib
 import inspect
 import math
 import re
+from copy import deepcopy
 from dataclasses import MISSING, asdict, fields, replace
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -158,11 +160,14 @@ def test_every_size_composes_and_builds(model, size):
     assert config["method"] == model
 
 
+@cache
 def of_experiment(experiment, *keys):
+    """The written configuration of an experiment, and its routes."""
     data = ["data.path=x"] if experiment.startswith(("imagenet", "coco")) else []
     needs_init = "from" in read_header(experiment) or experiment == "dense_finetune"
     init = ["train.init_from=x"] if needs_init else []
-    return built(f"experiment={experiment}", *data, *init, *keys)
+    config, net = built(f"experiment={experiment}", *data, *init, *keys)
+    return config, net.routes
 
 
 def job_of_sweep(choices, overrides, params=None):
@@ -201,9 +206,9 @@ TWINS = {experiment: read_header(experiment).get("twin") for experiment in EXPER
 @pytest.mark.parametrize("experiment", [experiment for experiment, twin in TWINS.items() if twin])
 def test_an_experiment_and_its_twin_differ_in_the_routes_alone(experiment):
     (twin,) = TWINS[experiment]
-    routed, _ = of_experiment(experiment)
-    dense, net = of_experiment(experiment, twin) if "=" in twin else of_experiment(twin)
-    assert net.routes == () and routed["model"]["routes"]
+    routed, _ = deepcopy(of_experiment(experiment))
+    dense, routes = deepcopy(of_experiment(experiment, twin) if "=" in twin else of_experiment(twin))
+    assert routes == () and routed["model"]["routes"]
     method = "sprint" if "sprint" in experiment else "tread"
     assert (dense.pop("method"), routed.pop("method")) == ("dit", method)
     of_routes = ("routes", "router", "rejoin") if "sprint" in experiment else ("routes",)

@@ -90,17 +90,19 @@ def launch(folder, *options, launcher=(), on_cpu=True):
 
 
 @pytest.mark.parametrize("name", CHANNELS)
-def test_every_family_learns_with_routes_and_resumes_bitwise(name, tmp_path):
+def test_every_family_learns_with_routes_and_one_resumes_bitwise(name, tmp_path):
     write_inputs(tmp_path, name)
     options = (ROUTES, "lr=3e-3", "train=full", "gradient_checkpointing=true")
     options += ("batch_size=8", "total_steps=12", "eval_every=6")
-    for steps in (6, 12):
-        run(tmp_path, *options, f"total_steps={steps}", output="stopped")
     run(tmp_path, *options)
-    assert metrics(tmp_path) == metrics(tmp_path, "stopped")
     dense = dense_losses(tmp_path)
     assert len(dense) == 3
     assert dense[-1] < 0.9 * dense[0]
+    if name != "flux":  # a resume is the same code for all
+        return
+    for steps in (6, 12):
+        run(tmp_path, *options, f"total_steps={steps}", output="stopped")
+    assert metrics(tmp_path) == metrics(tmp_path, "stopped")
     file = "model/diffusion_pytorch_model.safetensors"
     whole, stopped = (load_file(tmp_path / output / file) for output in ("run", "stopped"))
     for key in whole:

@@ -52,6 +52,7 @@ def assert_same_as_alone(folder, alone, *overrides):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_stops_no_other_and_changes_none(tmp_path):
     swept = start("train.py", "-m", *JOBS, folder=tmp_path, check=False)
     assert swept.returncode == 1

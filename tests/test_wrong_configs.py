@@ -12,14 +12,17 @@ import pytest
 import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 import fid
 import sample
 import train
 from builders import sampling
+from builders.config import SCHEDULE_KEYS
 from data import convert, encode
 from examples import finetune
 from runtime.config import run_main
+from runtime.nodes import read_nodes
 from runtime.provenance import flatten
 from runtime.targets import CONFIGS
 from tests.routing.families import FAMILIES
@@ -32,6 +35,8 @@ PROGRAMS = {
 
 POSITIVE, NOT_NEGATIVE, FINITE = "must be greater than 0", "must not be negative", "must be a finite number"
 BELOW_ONE, CHOICE = "must be in [0, 1)", "must be one of "
+WRONG_TYPE = ("must be of type", "could not be converted to", "is not a valid bool", "Cannot convert")
+OTHER_TARGET = "as YAML files in configs/ say: to use"
 SYNTHETIC, IMAGENET = "data=synthetic", "data=imagenet256 data.path=x"
 ADM = "evaluation=adm_5k evaluation.reference=x"
 RUN = "run=r reference=file"
@@ -63,6 +68,12 @@ VALUES = [
     ("train", POSITIVE, "train.batch_size=0 train.log_every=0 train.save_every=0 train.keep_last=0 train.max_skipped_steps=0"),
     ("train", f"{POSITIVE}, or null", "train.micro_batch_size=0 train.grad_clip=0 train.eval_every=0 train.milestone_every=0"),
     ("train", FINITE, "diffusion.loss.P_mean=inf optimizer.lr=nan train.max_time_sec=inf"),
+    ("train", OTHER_TARGET, "sampler._target_=os.system"),
+    ("train", WRONG_TYPE, "model.window=[1] train.sample_every=[1] train.masked_loss=[1] sweep_metric=[1]"),
+    ("train", WRONG_TYPE, "data.text.num_tokens=[1] data.text.vocab_size=[1] data.text.num_features=[1]"),
+    ("sample fid", WRONG_TYPE, "prompt=[1]"),
+    ("encode convert", WRONG_TYPE, "hflip=[1]"),
+    ("finetune", WRONG_TYPE, "parallel=[1]"),
     ("train", NOT_NEGATIVE, "seed=-1 seed=4294967296 data.seed=-1 model.num_prefix_tokens=-1 diffusion.loss.cosine_weight=-1"),
     ("train", NOT_NEGATIVE, "optimizer.warmup_steps=-1 optimizer.end_factor=-1 train.num_workers=-1"),
     ("train", NOT_NEGATIVE, "sampler.S_churn=-1 sampler.S_min=-1 sampler.S_noise=-1 sampler.times.C_2=-1 sampler.norm=-1"),
@@ -137,6 +148,7 @@ KEYS = [
     ("train", f"{SYNTHETIC} data.num_held_out=1024", "must be in [0, 1023]"),
     ("train", f"{SYNTHETIC} data.num_entries=2000000", "must give at most 268435456 numbers"),
     ("train", "model.text=[1]", "must be the shape of captions"),
+    ("train", "evaluation=all evaluation.reference=x evaluation.encoders=1", WRONG_TYPE),  # a list of texts
     ("train", "routing.schedule=linear routing.end_factor=2", "times selection_ratio=0.5 of the route of blocks 2 to 4 must be in"),
     ("train", "routing.schedule=linear routing.end_factor=0 routing.num_levels=1", "must be at least 2"),
     ("train", "sampler.S_min=2 sampler.S_max=1", "must be greater than sampler.S_min=2.0"),
@@ -247,8 +259,8 @@ RULES = [
     ("fid", "reference=file samples=r", "samples=r is a folder, which may contain older images"),
     ("fid", "mode=reference images=file", "out must be given for mode=reference"),
     ("encode", "source=file out=new conditioning_type=segmentation", "conditioning_type=segmentation needs masks=FOLDER"),
-    ("convert", f"{CONVERT} shift=0", "shift=0.0 needs scale: give both or neither"),
-    ("convert", f"{CONVERT} scale=2", "scale=2.0 needs shift: give both or neither"),
+    ("convert", f"{CONVERT} shift=0", "scale and shift must be given together"),
+    ("convert", f"{CONVERT} scale=2", "scale and shift must be given together"),
     ("convert", "source=file", "format, out must be given, as KEY=VALUE"),
     ("finetune", f"{FINETUNE} tread_config=file {ONE_ROUTE}", "tread_config=file and routes=[{'selection_ratio': 0.5, "),
     ("finetune", f"{FINETUNE} off_last_steps=1", "off_last_steps=1 needs routes; without routes all steps are dense"),
@@ -355,38 +367,21 @@ def key_of(overrides):
 
 
 def completed(program, override):
+    """A request with this override; one of KEYS is complete."""
+    if " " in override:
+        return override
     is_of_run = program == "fid" and key_of(override) in keys_of("sample")
     return f"{RUN if is_of_run else keys_of(program)[key_of(override)]} {override}"
 
 
-WRONG_TYPE = ("must be of type", "could not be converted to", "is not a valid bool", "Cannot convert")
-
-
-def wrong_values():
-    """(program, overrides, rule) of every value above, of another target for each `_target_`, and of a list for
-    each other key, which none can be.
-    """
-    rows = [*KEYS]
-    for programs, rule, values in VALUES:
-        rows += [
-            (program, completed(program, v), rule) for program in programs.split() for v in values.split()
-        ]
-    by_hand = {(program, key_of(overrides)) for program, overrides, _ in rows}
-    by_hand |= {("train", "optimizer.betas"), ("train", "data.text")}  # a list, a dictionary
-    rows.append(("train", "evaluation=all evaluation.reference=x evaluation.encoders=1", WRONG_TYPE))
-    by_hand.add(("train", "evaluation.encoders"))  # a list of texts, to which OmegaConf converts numbers
-    for program in PROGRAMS:
-        for key in keys_of(program):
-            if key.endswith("._target_"):
-                rows.append(
-                    (program, completed(program, f"{key}=os.system"), "as YAML files in configs/ say: to use")
-                )
-            elif (program, key) not in by_hand:
-                rows.append((program, completed(program, f"{key}=[1]"), WRONG_TYPE))
-    return rows
-
-
-VALUE_ROWS = wrong_values()
+VALUE_ROWS = KEYS + [
+    (program, override, rule)
+    for programs, rule, values in VALUES
+    for program in programs.split()
+    for override in values.split()
+]
+BY_HAND = {(program, key_of(overrides)) for program, overrides, _ in VALUE_ROWS}
+BY_HAND |= {("train", "optimizer.betas"), ("train", "data.text")}  # a list, a dictionary
 RULE_ROWS = RULES + [
     (program, f"{COMPLETE[program]} {override}", f"{key_of(override)} is not known: did you mean {meant}?")
     for program, meant, misspelt in SUGGESTIONS
@@ -397,10 +392,26 @@ RULE_ROWS = RULES + [
 @pytest.mark.parametrize(("program", "overrides", "rule"), VALUE_ROWS)
 def test_a_wrong_value_is_reported_with_key_value_and_rule(program, overrides, rule):
     key, _, value = overrides.split()[-1].partition("=")
-    told, _, rest = line_of(program, overrides).partition("=")
+    told, _, rest = line_of(program, completed(program, overrides)).partition("=")
     assert told == key
     assert rest.startswith((value, repr(value)))
     assert any(words in rest for words in ((rule,) if isinstance(rule, str) else rule))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_other_keys_take_no_value_of_another_type_and_no_other_target(program):
+    """A list is of another type for each. It is set after Hydra has composed, which takes long."""
+    for key, choice in keys_of(program).items():
+        if (program, key) in BY_HAND:
+            continue
+        config = composed(*choice.split(), config_name="config" if program == "train" else program)
+        group, is_target = key.partition(".")[0], key.endswith("._target_")
+        rule = OTHER_TARGET if is_target else "|".join(WRONG_TYPE)
+        with pytest.raises((ValueError, OmegaConfBaseException), match=rule) as refused:
+            OmegaConf.update(config, key, "os.system" if is_target else [1])
+            group_config = OmegaConf.to_container(config[group], resolve=True)
+            read_nodes(group_config, group, {"optimizer": SCHEDULE_KEYS})
+        assert key in str(refused.value)
 
 
 @pytest.mark.parametrize(("program", "overrides", "expected"), RULE_ROWS)

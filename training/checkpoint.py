@@ -188,12 +188,12 @@ def find_checkpoint(run_folder: Path, name: str | None) -> Path:
         if not checkpoints:
             raise FileNotFoundError(f"run={run_folder} has no checkpoint yet")
         return checkpoints[-1][1]
-    by_step = dict(checkpoints).get(int(name)) if name.isdigit() else None
+    by_step = dict(checkpoints).get(int(name)) if name.isdecimal() else None
     for folder in (by_step, run_folder / "checkpoints" / name, Path(name)):
         if folder and folder.is_dir():
             return folder
-    known = ", ".join(str(step) for step, _ in checkpoints)
-    raise FileNotFoundError(f"checkpoint={name} not found: run={run_folder} has steps {known or 'none yet'}")
+    steps = f"steps {', '.join(str(step) for step, _ in checkpoints)}" if checkpoints else "no checkpoint yet"
+    raise FileNotFoundError(f"checkpoint={name} not found: run={run_folder} has {steps}")
 
 
 def damage_of(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
@@ -251,8 +251,8 @@ def _read_shards(checkpoint: Path, name: str, like: Mapping[str, torch.Tensor]) 
 
 
 def _cause_of(error: Any) -> BaseException:
-    """Return the cause of a CheckpointException, whose message is full of tracebacks: the first that is not
-    a disk error, or else an OSError.
+    """Return the first cause of a CheckpointException that is not a disk error, else an OSError; the message
+    of the exception itself consists of tracebacks.
     """
     causes = [cause for cause, _ in error.failures.values()]
     disk_errors = (OSError, SafetensorError)  # safetensors raises its own error for a full disk
@@ -291,7 +291,7 @@ def _split(state: Mapping[Any, Any], prefix: str = "") -> tuple[dict[str, torch.
 
 def _merge(tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) -> dict[Any, Any]:
     """Undo `_split`. Integer keys, as in an optimizer's state, are strings in JSON."""
-    state = {int(key) if key.isdigit() else key: value for key, value in rest.items()}
+    state = {int(key) if key.isdecimal() else key: value for key, value in rest.items()}
     for key, value in state.items():
         if isinstance(value, dict):
             prefix = f"{key}/"

@@ -33,18 +33,17 @@ class Clock:
         self.train_time_sec += time.perf_counter() - self._resumed
 
     def resume(self) -> None:
-        """Count training time again."""
         self._resumed = time.perf_counter()
 
     @contextmanager
-    def timing(self, what: str) -> Iterator[None]:
-        """Time a block; `what` is "save" or "evaluation"."""
+    def timing(self, name: str) -> Iterator[None]:
+        """Time a block; `name` is "save" or "evaluation"."""
         start = time.perf_counter()
         yield
-        took_sec = time.perf_counter() - start
-        self.longest_sec[what] = max(self.longest_sec[what], took_sec)
-        if what == "evaluation":
-            self.evaluation_time_sec += took_sec
+        sec = time.perf_counter() - start
+        self.longest_sec[name] = max(self.longest_sec[name], sec)
+        if name == "evaluation":
+            self.evaluation_time_sec += sec
 
     def reserve_sec(self, num_steps: int, evaluation: bool) -> float:
         """Return the time to reserve for a few more steps, a save, an optional evaluation and the exit.

@@ -1,7 +1,7 @@
 """One or more optimizers of torch, with steps that the device can skip and schedules of the learning rate.
 
-A skipped step leaves weights, state and step counters bitwise unchanged. The host does not wait to learn
-whether a step is skipped.
+A skipped step leaves weights, state and step counters bitwise unchanged. The host waits to learn whether a
+step is skipped only where SYNC marks it.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Report a run's progress to `metrics.jsonl`, a tracker and the terminal. None of them can stop the run."""
+"""Report progress to `metrics.jsonl`, a tracker and the terminal. Errors there do not stop training."""
 
 import json
 import os
@@ -114,7 +114,6 @@ class Recorder:
 
     @contextmanager
     def progress(self, step: int, total_steps: int) -> Iterator[None]:
-        """Show a progress bar."""
         options = {"desc": "train", "unit": "step", "mininterval": 1.0, "disable": not self.launch.is_main}
         with tqdm(initial=step, total=total_steps, **options) as self.bar:
             yield

@@ -6,7 +6,7 @@ part. Only sharded trainings import its packages, which takes most of a second.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -83,11 +83,9 @@ def no_sync(net: Any) -> Iterator[None]:
             yield
         finally:
             net.set_requires_gradient_sync(True)
-    elif hasattr(net, "no_sync"):  # DDP
-        with net.no_sync():
-            yield
     else:
-        yield
+        with net.no_sync() if hasattr(net, "no_sync") else nullcontext():  # DDP, or a single process
+            yield
 
 
 def shares_weights(module: Any) -> bool:

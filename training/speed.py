@@ -1,7 +1,7 @@
 """Measure the duration of steps and of matrix products."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import median
 from typing import Any
@@ -29,19 +29,6 @@ def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def interleaved_seconds(
-    functions: Mapping[Any, Callable[[], Any]], device: torch.device, repeats: int
-) -> dict[Any, list[float]]:
-    """Time functions in turns, after a warm-up call each, so that a busy machine slows all of them."""
-    times = {name: [] for name in functions}
-    for repeat in range(repeats + 1):
-        for name, function in functions.items():
-            sec = seconds_of(function, device)
-            if repeat:
-                times[name].append(sec)
-    return times
-
-
 def speedup(slow: Sequence[float], fast: Sequence[float]) -> float:
     """Return the median over repeats of the ratio of times."""
     return median(a / b for a, b in zip(slow, fast, strict=True))
@@ -63,8 +50,7 @@ def product_flops_per_sec(device: torch.device, dtype: torch.dtype, size: int, r
     """Return the FLOPs per second of the fastest of several matrix products; measured once per process."""
     generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
     a, b = torch.randn(2, size, size, generator=generator, device=device).to(dtype)
-    (seconds,) = interleaved_seconds({"product": lambda: a @ b}, device, repeats).values()
-    return 2 * size**3 / min(seconds)
+    return 2 * size**3 / min(seconds_of(lambda: a @ b, device) for _ in range(repeats + 1))
 
 
 def specified_peak(device: torch.device, bf16: bool) -> float | None:

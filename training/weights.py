@@ -16,7 +16,7 @@ from runtime.errors import as_value_error
 from training.checkpoint import STEP_FOLDER, damage_of, intact_hint, latest_checkpoint
 from training.sprint import from_sprint
 
-WRAPPERS = ("module.", "model.", "net.")
+WRAPPERS = re.compile(r"^((module|model|net)\.)+")
 COMPILED = "_orig_mod."  # in the names of compiled modules
 # Entries under which public code (DiT, SiT, REPA, MaskDiT, TREAD) saves weights, averaged ones first.
 ENTRIES = ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict")
@@ -97,7 +97,7 @@ def read_weights(source: str | Path, shapes_only: bool = False) -> Weights:
     """Read the weights of a file under this project's names.
 
     Args:
-        shapes_only: True for tensors on the meta device, or on disk until they are used.
+        shapes_only: True to read no values from safetensors files: their tensors are on the meta device.
 
     Raises:
         ValueError: it is unclear which entry to load, or a part of the network is not supported.
@@ -213,10 +213,7 @@ def _rename_tensors(
 
 
 def _without_prefixes(name: str) -> str:
-    name = name.replace(COMPILED, "")
-    while prefix := next((prefix for prefix in WRAPPERS if name.startswith(prefix)), None):
-        name = name.removeprefix(prefix)
-    return name
+    return WRAPPERS.sub("", name.replace(COMPILED, ""))
 
 
 def _local_name(name: str, num_first: int) -> str:

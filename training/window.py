@@ -174,7 +174,6 @@ class Window:
         return {key: steps for key, steps in events.items() if steps}
 
     def start(self) -> None:
-        """Start the next window."""
         self.rows.zero_()
         self.num_rows, self.start_sec = 0, self.clock.train_time_sec
         with suppress(OSError):

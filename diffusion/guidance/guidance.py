@@ -109,7 +109,6 @@ class Guidance:
         """Raise a ValueError if this guidance does not apply to the network."""
 
     def weak(self, strong: Branch) -> Branch:
-        """Return the weak branch."""
         raise NotImplementedError
 
     def branches(self, strong: Branch, t: Tensor) -> tuple[Branch, Branch]:
@@ -135,7 +134,6 @@ class Guidance:
         return w, branches[:1] if w == 1 else branches
 
     def combine(self, D_s: Tensor, D_w: Tensor, w: float) -> Tensor:
-        """Return the guided prediction."""
         # D = D_w + w (D_s - D_w), [CFG] eq. 6 with w = 1 for no guidance.
         return D_w + w * (D_s - D_w)
 

@@ -9,7 +9,7 @@ from routing import Routing
 
 
 class PathDropGuidance(Guidance):
-    """Guidance by the same network without the windows of its routes; it costs only the other blocks.
+    """Guidance by the same network without the windows of its routes, at the cost of the other blocks.
 
     It is meant for networks whose windows are dropped at random in training (`model/rejoin=fuse`). The
     arguments are documented in `Guidance`.

@@ -27,11 +27,11 @@ class SparseGuidance(AutoGuidance):
     Args:
         strong_ratio, weak_ratio: selection ratios of all routes: the fractions of tokens that bypass.
         masks: `fresh`: drawn at each evaluation; `fixed`: drawn once per image.
-        share_masks: True: both branches rank the tokens alike, so that the weak branch keeps a subset of the
-            strong branch's tokens.
+        share_masks: True: both branches select tokens by the same noise, so that the weak branch keeps a
+            subset of the strong branch's tokens.
         ratio_schedule: `constant`; or `cosine`: from noise to data the weak ratio falls from its value to 0,
             and the strong ratio rises from 0 to its value.
-        num_levels: number of values that a scheduled ratio takes; each is a length to compile.
+        num_levels: number of values that a scheduled ratio takes; each gives a sequence length to compile.
         The other arguments are documented in `AutoGuidance`. weak_run=None: both branches share a network.
     """
 

@@ -124,10 +124,10 @@ def resize(images: np.ndarray, size: int, mode: str) -> torch.Tensor:
 
 
 class Detectors:
-    """Several detectors as one: every image is read once, and gets the features of all.
+    """Several detectors as one, so that each image is read once.
 
     Args:
-        first: its record stands for the whole, with the others' records under `encoders`.
+        first: a detector; the records of the others are added to its record, under `encoders`.
     """
 
     def __init__(self, first: Any, others: Mapping[str, EncoderDetector]):

@@ -44,7 +44,7 @@ class Metric:
         raise NotImplementedError
 
     def prepare(self, labels: np.ndarray) -> None:
-        """Check captions, and prepare for them, before images are drawn; for metrics with needs_captions."""
+        """Check captions and compute what depends only on them, before images are drawn."""
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that the scores depend on."""
@@ -67,18 +67,14 @@ class FeatureMetric(Metric):
         sets = [stats[AllFeatures, self.features].features for stats in (reference, samples)]
         if self.max_images is not None:
             size = min(self.max_images, *map(len, sets))
-            # Every call chooses the same ones.
+            # The same subset in every call.
             sets = [x[np.sort(np.random.default_rng(0).permutation(len(x))[:size])] for x in sets]
         tensors = [torch.as_tensor(x, device=self.device) for x in sets]
         for name, x in zip(("reference", "samples"), tensors, strict=True):
             if x.ndim != 2 or len(x) < self.min_images or not x.isfinite().all():
                 rule = f"must be (at least {self.min_images} images, number of features), and finite"
                 raise ValueError(f"features {tuple(x.shape)} of the {name} {rule}")
-        values = self.compare(*tensors)
-        if not isinstance(values, tuple) or len(values) != len(self.keys):
-            rule = f"a tuple with a number for each of its keys ({', '.join(self.keys) or 'none'})"
-            raise ValueError(f"{type(self).__name__}.compare returned {values!r}, must return {rule}")
-        return dict(zip(self.keys, values, strict=True))
+        return dict(zip(self.keys, self.compare(*tensors), strict=True))
 
     def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float, ...]:
         """Return the scores of finite features (M, F) for a reference (N, F), in the order of `keys`."""

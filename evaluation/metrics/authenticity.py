@@ -9,7 +9,7 @@ from evaluation.metrics.neighbours import nearest
 class Authenticity(FeatureMetric):
     """The share of samples that are farther from the nearest real image than this image from any other.
 
-    It is 0 for copies of the reference, about 0.5 for new images of its distribution, and AuthPct / 100.
+    This is AuthPct / 100: 0 for copies of the reference, about 0.5 for new images of its distribution.
     """
 
     keys = ("authenticity",)

@@ -14,7 +14,7 @@ KIND, MAX_TOKENS = "CLIPTextModelWithProjection", 77
 
 
 class ClipScore(Metric):
-    """100 times the mean cosine of an image's and its caption's features; not rescaled, not cut at 0.
+    """100 times the mean cosine of image and caption features, without [CLIPScore]'s factor 2.5 and clipping.
 
     Args:
         features: name of the image features, in CLIP's common space.

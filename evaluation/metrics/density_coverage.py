@@ -10,7 +10,7 @@ ROUNDING = 1e-9  # of distances, relative
 
 
 class DensityCoverage(FeatureMetric):
-    """How many balls of real images contain a sample on average, and the share of balls that contain one.
+    """The number of balls around a sample, averaged and divided by k, and the share of balls with a sample.
 
     The ball of a real image reaches to its k-th nearest neighbour among the real images. Unlike recall,
     coverage does not use balls of samples, which outliers enlarge.
@@ -29,7 +29,7 @@ class DensityCoverage(FeatureMetric):
 
     def compare(self, reference: torch.Tensor, samples: torch.Tensor) -> tuple[float, float]:
         radii = nearest(reference, reference, self.k + 1)[1][:, self.k]  # the first is the image itself
-        radii = radii * (1 - ROUNDING)  # the border is outside, as it is for copies of real images
+        radii = radii * (1 - ROUNDING)  # despite rounding, a sample on the border is outside
         num_inside, is_covered = 0, torch.zeros_like(radii, dtype=torch.bool)
         for block in distances(samples, reference):
             inside = block < radii  # (rows, N)

@@ -13,8 +13,8 @@ NUM_SIZES, MIN_SIZE = 15, 5000
 class InfiniteFrechetDistance(Metric):
     """The Frechet distance at 15 sample counts, extrapolated along a line in 1 / count.
 
-    The counts go from 5,000, or a tenth of all samples if that is less, to all; the samples of each are drawn
-    without replacement.
+    The counts are evenly spaced from 5,000, or a tenth of the samples if that is less, to all samples. The
+    subsets are drawn without replacement.
 
     Args:
         key: name of the score.

@@ -9,7 +9,7 @@ MAX_DISTANCES = 2**26  # in memory at a time
 
 def distances(a: torch.Tensor, b: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield blocks of rows of the distances (N, M) between features (N, F) and (M, F)."""
-    centre = b.double().mean(dim=0)  # differences of squares round least near 0
+    centre = b.double().mean(dim=0)  # centring reduces the rounding errors of the differences below
     a, b = a.double() - centre, b.double() - centre
     squares = b.square().sum(dim=1)
     for rows in a.split(max(1, MAX_DISTANCES // len(b))):

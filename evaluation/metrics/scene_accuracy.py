@@ -10,7 +10,7 @@ from runtime.scenes import KINDS, is_shown, parse
 
 
 class SceneAccuracy(Metric):
-    """`accuracy` is the mean over the kinds of captions that occur."""
+    """The share of correct images for each kind of caption, and the mean of these shares as `accuracy`."""
 
     keys = ("accuracy", *(f"accuracy_{kind}" for kind in KINDS))
     higher_is_better = True

@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from routing.tokens import gather_tokens, with_prefix
 
-Arguments = Mapping[str, Any]  # of a forward, by name; arguments that were not given are missing
+Arguments = Mapping[str, Any]  # the arguments of a forward call by name, without defaults
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,6 @@ class BlockList:
     num_suffix_tokens: Callable[[Any, Arguments], int] | None = None
 
     def blocks(self, model: nn.Module) -> Any:
-        """Return this list of blocks of a model."""
         return model.get_submodule(self.name)
 
     def batch_first(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +129,7 @@ class Adapter:
             for the first one, and masks and noise are (1, T).
     """
 
-    block_lists: Sequence[BlockList] | Any  # a single BlockList is not a sequence until __post_init__
+    block_lists: Sequence[BlockList] | Any  # __post_init__ wraps a single BlockList in a tuple
     accepts: Sequence[str] = ()
     num_prefix_tokens: Callable[[Any, Arguments], int] = _zero
     num_suffix_tokens: Callable[[Any, Arguments], int] = _zero

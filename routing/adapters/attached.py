@@ -65,7 +65,7 @@ def attach(
     name = type(model).__name__
     if hasattr(model, "_attached"):
         raise ValueError(f"{name} already has routes: routing.detach(model) removes them")
-    # A library that restores the forward may bind the one of the class, or an earlier one of `attach`.
+    # A library that restores the forward may bind the class's, or one that an earlier `attach` derived.
     forwards = (type(model).forward, _with_routes(type(model)).forward)
     if getattr(model.__dict__.get("forward", model.forward), "__func__", None) not in forwards:
         raise ValueError(
@@ -91,7 +91,7 @@ def attach(
         blocks.first_idx, blocks.routed_passes = offset, {}
         offset += len(blocks)
     model.__dict__.pop("forward", None)
-    if not hasattr(type(model), "plain_forward"):  # a class that was derived (fully_shard) may have it
+    if not hasattr(type(model), "plain_forward"):  # inherited if `fully_shard` derived the class
         model.__class__ = _with_routes(type(model))
     model.__dict__["_attached"] = _Attached(adapter, layers, routes, router, signature)
     return routes
@@ -106,7 +106,7 @@ def detach(model: nn.Module) -> None:
     if not hasattr(model, "_attached"):
         raise ValueError(f"{type(model).__name__} has no routes")
     adapter = model.__dict__.pop("_attached").adapter
-    if "plain_forward" in vars(type(model)):  # not in a class that was derived from it (fully_shard)
+    if "plain_forward" in vars(type(model)):  # False in a class that `fully_shard` derived from it
         model.__class__ = type(model).__base__  # pyright: ignore (the base is a Module)
     for spec in adapter.block_lists:
         blocks = spec.blocks(model)
@@ -182,8 +182,6 @@ class _Attached:
         routing = Routing() if routing is None else routing
         if not isinstance(routing, Routing):
             raise ValueError(f"routing={routing!r} must be a routing.Routing or None")
-        if generator is not None and not hasattr(generator, "initial_seed"):
-            raise ValueError(f"generator={generator!r} must be a torch.Generator or None")
         kwargs = {name: value for name, value in kwargs.items() if name not in KEYWORDS}
         if generator is not None and "generator" in self.adapter.accepts:
             kwargs["generator"] = generator
@@ -384,7 +382,6 @@ class _RoutedBlock:
         self._records_gradients = torch.is_grad_enabled()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block on the kept tokens."""
         spec, window, name = self._layer.spec, self._window, type(self._block).__name__
         first, last = window.route.start_layer_idx, window.route.end_layer_idx
         if self._has_ended or (self._idx > first and window.ids_keep is None):

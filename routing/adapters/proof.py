@@ -184,11 +184,11 @@ class _Tokens:
         with self.block.register_forward_pre_hook(before, with_kwargs=True):
             yield
 
-    def replace(self, output: Any, where: torch.Tensor, by: torch.Tensor) -> Any:
-        """Return the output of the block, with the tokens `where` (N, T + S) replaced."""
+    def replace(self, output: Any, mask: torch.Tensor, values: torch.Tensor) -> Any:
+        """Replace the tokens of `mask` (N, T + S) in the output of the block by `values` (N, T + S, D)."""
         x = self.spec.tokens_of(output)
-        by = F.pad(by, (0, 0, 0, where.shape[1] - by.shape[1]))  # from a list with another S
-        tokens = torch.where(where.unsqueeze(-1), by, x[:, self.first :])
+        values = F.pad(values, (0, 0, 0, mask.shape[1] - values.shape[1]))  # from a list with another S
+        tokens = torch.where(mask.unsqueeze(-1), values, x[:, self.first :])
         return self.spec.with_tokens(output, torch.cat([x[:, : self.first], tokens], dim=1))
 
 

@@ -399,9 +399,6 @@ def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Ca
     calls: dict[str, list[_Call]] = {}
     attention, started, attending, order = _AttentionCounter(), [], set(), count()
 
-    def start(block: nn.Module, args: tuple) -> None:
-        started.append(attention.count)
-
     def watch(name: str, i: int, block: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         signature = inspect.signature(type(block).forward)
         values = dict(list(signature.bind(block, *args, **kwargs).arguments.items())[1:])
@@ -417,7 +414,8 @@ def _calls(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, list[_Ca
         model.eval()
         for name, blocks in lists.items():
             for i, block in enumerate(blocks):
-                hooks.enter_context(block.register_forward_pre_hook(start))
+                before = block.register_forward_pre_hook(lambda *_: started.append(attention.count))
+                hooks.enter_context(before)
                 hooks.enter_context(block.register_forward_hook(partial(watch, name, i), with_kwargs=True))
         model(**arguments)
     whole = [name for name in attending if [call.idx for call in calls[name]] == [*range(len(lists[name]))]]

@@ -28,7 +28,7 @@ from runtime.files import sha256
 from runtime.launch import ALONE
 from runtime.machine import can_compile, has_fast_bf16
 from runtime.parts import PartCache
-from tests.inception import Projections, write_random_weights
+from tests.inception import Projections
 from tests.networks import PAPER, small_dit
 from tests.runs import composed, tiny_run
 
@@ -114,7 +114,7 @@ def run(tmp_path_factory):
 
 
 def ask(run, output, *overrides):
-    options = ("num_samples=10", "batch_size=3", f"out={output}", *overrides)
+    options = ("num_samples=10", "batch_size=3", "mixed_precision=no", f"out={output}", *overrides)
     sample.main(composed(f"run={run}", *options, config_name="sample"))
 
 
@@ -204,8 +204,8 @@ def test_parts_of_another_job_do_not_set_options(run, tmp_path):
         mock.patch("builders.drawing.ImageModel.default_batch_size", lambda *_: 7),
         mock.patch("builders.drawing.has_fast_bf16", lambda device: False),
     ):
-        left_open = ("batch_size=null", "num_samples=300", "overwrite=true", "first_seed=2")
-        ask(run, tmp_path / "s.npz", *left_open)
+        left_open = ("batch_size=null", "mixed_precision=auto", "num_samples=300")
+        ask(run, tmp_path / "s.npz", *left_open, "overwrite=true", "first_seed=2")
     record = json.loads((tmp_path / "s.json").read_text())
     assert (record["batch_size"], record["mixed_precision"]) == (7, "no")
 
@@ -300,11 +300,11 @@ def scored(run, tmp_path, monkeypatch):
             return super().__call__(images)
 
     monkeypatch.setattr("evaluation.adm.InceptionDetector", lambda *_: Watching())
-    write_random_weights(tmp_path / "weights.pth")
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "reference.npz", rng.integers(0, 256, (17, 8, 8, 3), dtype=np.uint8))
     base = (f"reference={tmp_path / 'reference.npz'}", f"weights={tmp_path / 'weights.pth'}")
-    options = (f"run={run}", "num_samples=10", "batch_size=3", f"features={tmp_path / 'features'}")
+    options = (f"run={run}", "num_samples=10", "batch_size=3", "mixed_precision=no")
+    options += (f"features={tmp_path / 'features'}",)
 
     def score(name, *overrides):
         out = f"out={tmp_path / name}.json"

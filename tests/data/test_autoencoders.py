@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from data import LatentManifest, image_decoder, load_encoder, open_latents
+import sample
+from data import LatentManifest, encode, image_decoder, load_encoder, open_latents
 from tests.photos import photographs, write_photographs
-from tests.programs import start
+from tests.runs import composed, tiny_run
 
 CPU = torch.device("cpu")
 IMAGES = torch.from_numpy(np.stack([photo[:32, :32] for photo in photographs().values()])).permute(0, 3, 1, 2)
@@ -87,18 +88,18 @@ def test_latents_of_any_class_are_encoded_trained_and_sampled(flux2, tmp_path):
     write_photographs(tmp_path / "images", per_class=4)
     folder = tmp_path / "latents"
     keys = (f"source={tmp_path}/images", f"encoder={flux2}", "resolution=32", "num_held_out=0")
-    start("-m data.encode", *keys, "normalise=channels", f"out={folder}")
+    encode.main(composed(*keys, "normalise=channels", f"out={folder}", config_name="encode"))
     dataset = open_latents(folder)
     means, stds, _ = dataset.measure()
     assert means.abs().max() < 1e-2 and (stds - 1).abs().max() < 1e-2
     assert dataset.manifest.in_channels == 8 and len(dataset.manifest.scale) == 8
-    keys = ("data=latents", f"data.path={folder}", "model/size=tiny", "model.hidden_size=32", "model.depth=6")
-    keys += ("train.total_steps=2", "train.batch_size=4", "train.save_every=2", "train.eval_every=null")
-    keys += ("model.patch_size=2", "model.head_width=48", "model.head_depth=1", "model.head_num_heads=4")
-    keys += ("train.sample_every=2", "train.compile=false", "diffusion=flow_shifted", "train.log_every=1")
-    start("train.py", *keys, f"output_dir={tmp_path}/run")
+    keys = ("data=latents", f"data.path={folder}", "model/size=tiny", "model.depth=6", "train.total_steps=2")
+    keys += ("train.batch_size=4", "train.sample_every=2", "sampler.num_steps=2", "diffusion=flow_shifted")
+    keys += ("model.head_width=48", "model.head_depth=1", "model.head_num_heads=4")
+    tiny_run(tmp_path / "run", *keys)
     config = (tmp_path / "run/config.yaml").read_text()
     assert "shift: 1.0\n" in config, "8x8x8 is smaller than 4x32x32"
-    start("sample.py", f"run={tmp_path}/run", "num_samples=1", "num_steps=1", f"out={tmp_path}/a.npz")
+    keys = (f"run={tmp_path}/run", "num_samples=1", "num_steps=1", f"out={tmp_path}/a.npz")
+    sample.main(composed(*keys, "mixed_precision=no", config_name="sample"))
     with np.load(tmp_path / "a.npz") as arrays:
         assert arrays["arr_0"].shape == (1, 32, 32, 3)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from data import KLEncoder, LatentManifest, encoder_for, image_decoder, load_encoder, to_uint8
+from data import KLEncoder, LatentManifest, encoder_for, image_decoder, load_encoder
 from data import encoders as module
+from data.encoders import to_uint8
 from tests.photos import photographs, write_autoencoder
 
 CPU = torch.device("cpu")

@@ -11,16 +11,8 @@ import torch
 from PIL import Image
 
 from builders.references import latent_reference
-from data import (
-    IdentityEncoder,
-    LatentDataset,
-    LatentManifest,
-    LatentWriter,
-    digits,
-    open_latents,
-    real_images,
-    to_uint8,
-)
+from data import IdentityEncoder, LatentDataset, LatentManifest, LatentWriter, digits, open_latents
+from data.encoders import real_images, to_uint8
 from tests.latents import write_latents
 
 SIZES = {"input_size": 8, "in_channels": 4, "num_classes": 5}

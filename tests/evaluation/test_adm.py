@@ -231,7 +231,7 @@ def test_images_that_cannot_be_scored_are_refused(num_images, shape, options, me
         suite.check(num_images, shape, "samples")
 
 
-def test_scores_are_strict_fp32_also_if_tf32_is_allowed(weights, monkeypatch):
+def test_scores_are_strict_fp32_also_if_tf32_is_allowed(detector, monkeypatch):
     """Every product and convolution of a score runs without TF32; the previous setting returns afterwards."""
     settings = []
 
@@ -242,7 +242,6 @@ def test_scores_are_strict_fp32_also_if_tf32_is_allowed(weights, monkeypatch):
         record()
         return plain(a, b)
 
-    detector = InceptionDetector(weights, allow_unpublished=True)
     monkeypatch.setattr(torch.Tensor, "__matmul__", matmul)
     start_process()
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (True, True)

@@ -173,18 +173,6 @@ def test_features_that_cannot_be_compared_are_refused():
                 metric(*map(kept, sets))
 
 
-@pytest.mark.parametrize("values", [0.5, (0.5, 0.5), [0.5]])
-def test_a_metric_that_returns_something_else_is_named(values):
-    class Wrong(FeatureMetric):
-        keys = ("wrong",)
-
-        def compare(self, reference, samples):
-            return values
-
-    with pytest.raises(ValueError, match=r"^Wrong\.compare returned .* \(wrong\)$"):
-        Wrong("x")(feature_set(features(9)), feature_set(features(9)))
-
-
 METRICS = [
     DensityCoverage("x"),
     Authenticity("x"),

@@ -37,8 +37,10 @@ DAMAGES = {"cut": cut, "flipped bit": flip, "empty": lambda file: os.truncate(fi
 FILES = ("net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS")
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", FILES)
+DAMAGED = [*((FILES[0], damage) for damage in DAMAGES), *((name, "flipped bit") for name in FILES[1:])]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGED)
 def test_damage_is_detected_in_every_file(tmp_path, whole, damage, name):
     checkpoint = shutil.copytree(latest_checkpoint(whole), tmp_path / "checkpoint")
     assert damage_of(checkpoint) is None

@@ -103,14 +103,13 @@ def test_consecutive_skipped_steps_are_counted_across_log_points_and_resumes(tmp
     assert trainer.step == 6  # steps 2, 3, 4 and 5 are four in a row, step 6 is the next log point
 
 
-@pytest.mark.parametrize("what", ["nan loss", "inf batch"])
-def test_a_checkpoint_amid_skipped_steps_resumes_bitwise(tmp_path, what):
+def test_a_checkpoint_amid_skipped_steps_resumes_bitwise(tmp_path):
     options = ("train.log_every=3", "train.save_every=2")
     trainer, run = tiny_trainer(tmp_path / "whole", *options)
-    poison(trainer, what, {3})
+    poison(trainer, "inf batch", {3})
     run_training(trainer, run)
     trainer, run = tiny_trainer(tmp_path / "parts", *options)
-    poison(trainer, what, {3})
+    poison(trainer, "inf batch", {3})
     interrupted(trainer, run, 4)
     text = (latest_checkpoint(tmp_path / "parts") / "state.json").read_text()
     rows = json.loads(text, parse_constant=pytest.fail)["window"]["rows"]

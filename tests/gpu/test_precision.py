@@ -183,6 +183,7 @@ def scores_of(reference, samples):
     return {"Frechet distance": frechet_distance(*moments), "precision": precision, "recall": recall}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["routed", "dense"])
 def test_compiled_blocks(device, tiny, kind, check):
     if not can_compile(device):

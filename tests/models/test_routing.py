@@ -106,8 +106,9 @@ def rejoined(net, h, ids, window):
     return h.index_copy(1, ids, window)
 
 
-@pytest.mark.parametrize("by_token", [False, True])
-@pytest.mark.parametrize("rejoin", REJOINS.values(), ids=REJOINS)
+@pytest.mark.parametrize(
+    ("rejoin", "by_token"), [(Bypass, True), *((rejoin, False) for rejoin in REJOINS.values())]
+)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_routed_blocks_see_each_sample_s_own_tokens(variant, rejoin, by_token):
     """The window applied by hand to each sample alone gives the result of the batch, also if each token has
@@ -300,9 +301,10 @@ def test_attached_routes_equal_the_network_s_routes(variant, by_token, checkpoin
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "route_options", [{"router": ROUTERS[1]}, FUSED, {"rejoin": Mask}], ids=["bypass", "fuse", "mask"]
+    ("precision", "route_options"),
+    [(torch.float32, {"router": ROUTERS[1]}), (torch.bfloat16, FUSED), (torch.bfloat16, {"rejoin": Mask})],
+    ids=["bypass", "fuse", "mask"],
 )
 def test_gradient_checkpointing_changes_no_gradient(variant, precision, route_options):
     gradients = []

@@ -87,9 +87,10 @@ def test_unequal_parts_are_all_processed():
 
 
 @pytest.mark.slow
-def test_unequal_parts_train_with_compiled_blocks(tmp_path):
+@pytest.mark.parametrize("ablation", ["model.window=separate", "model/block=self_logit"])
+def test_unequal_parts_train_with_compiled_blocks(tmp_path, ablation):
     """Each length is compiled once; more would be an error."""
-    options = ("model.window=separate", "model.routes.0.selection_ratio=0.25", "train.compile=true")
+    options = (ablation, "model.routes.0.selection_ratio=0.25", "train.compile=true")
     tiny_run(tmp_path / "run", "model=tread", *options, "train.total_steps=2")
     assert (tmp_path / "run/checkpoints/step_00000002").is_dir()
 
@@ -172,6 +173,6 @@ def test_both_ablations_compile_and_are_dense_in_eval_mode(options):
     assert torch.equal(net.eval()(*batch), plain.eval()(*batch))
     expected = net.train()(*batch, routing=Routing(noise=[noise]))
     for layer in net.blocks:
-        layer.compile(fullgraph=True)
+        layer.compile(fullgraph=True, backend="aot_eager")
     output = net(*batch, routing=Routing(noise=[noise]))
     assert torch.allclose(output, expected, rtol=1e-9, atol=1e-9)

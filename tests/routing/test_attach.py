@@ -423,7 +423,6 @@ def test_lists_that_derive_from_modulelist_are_routed_if_they_are_indexed_as_the
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"generator": 3}, r"^generator=3 must be a torch.Generator or None"),
         ({"routing": 0.5}, r"^routing=0.5 must be a routing.Routing or None"),
         ({"noise": []}, r"^noise=\[\] must have one tensor \(3, 16\) for each route"),
         ({"noise": [torch.rand(3, 20)]}, r"^noise=\[\(3, 20\)\] must have one tensor \(3, 16\)"),

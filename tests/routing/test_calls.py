@@ -25,19 +25,22 @@ NOT_IN_PIPELINES = {"DreamLiteTransformer2DModel"}  # part of a U-Net
 
 @cache
 def sources():
-    """Return the text and the syntax tree of every file of the pipelines."""
+    """Return the text of every file of the pipelines."""
     root = Path(diffusers.__file__).parent
     files = [file for folder in ("pipelines", "modular_pipelines") for file in (root / folder).rglob("*.py")]
-    return [(text := file.read_text(), ast.parse(text)) for file in files]
+    return [file.read_text() for file in files]
+
+
+parsed = cache(ast.parse)  # most files name no class of the table
 
 
 def passed_to(name, parameters):
     """Return the arguments that files which name a class pass to a model, in calls and dictionaries."""
     passed = set()
-    for text, tree in sources():
+    for text in sources():
         if name not in text:
             continue
-        for node in ast.walk(tree):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in CALLED:
                 passed |= {keyword.arg for keyword in node.keywords}
             if isinstance(node, ast.Dict):

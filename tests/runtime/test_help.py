@@ -46,6 +46,7 @@ def test_a_program_explains_its_keys(program, keys):
         assert len(line.partition("  # ")[2]) > 10
 
 
+@pytest.mark.slow
 def test_help_may_be_cut():
     """`true` ends before the help is printed."""
     command = f"{sys.executable} train.py --help | true"

@@ -146,16 +146,17 @@ def test_the_objective_is_required_for_files_and_refused_for_runs(tmp_path, shor
         check_init_from(str(file), "flow")
     for source in (short_run.path, averaged.parent, averaged):
         check_init_from(str(source), None)
-        with pytest.raises(ValueError, match="init_from_objective=edm must not be given for a run of this"):
+        with pytest.raises(ValueError, match="init_from_objective=edm must not be given for weights of th"):
             check_init_from(str(source), "edm")
 
 
-KEYS = [("ema", None), ("ema", "model"), ("ema_state_dict", "model_state_dict")]
-KEYS += [("model", None), ("state_dict", None), (None, None)]
+# Key of averaged weights, key of raw ones, prefix of names.
+KEYS = [("ema", None, ""), ("ema", "model", ""), ("ema_state_dict", "model_state_dict", "module.")]
+KEYS += [("model", None, "_orig_mod."), ("state_dict", None, "model.")]
+KEYS += [(None, None, "module._orig_mod.model.")]
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.", "module._orig_mod.model."])
-@pytest.mark.parametrize(("key", "raw"), KEYS)
+@pytest.mark.parametrize(("key", "raw", "prefix"), KEYS)
 def test_published_weights_load_by_name(tmp_path, prefix, key, raw):
     """Averaged weights, even if the file also has raw ones."""
     weights = {prefix + name: tensor for name, tensor in other_weights().items()}

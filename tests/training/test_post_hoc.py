@@ -10,8 +10,9 @@ import torch
 import torch.nn as nn
 from safetensors.torch import load_file, save_file
 
+import sample
 from runtime.files import sha256
-from tests.programs import start
+from tests.runs import composed, tiny_run
 from training.ema.post_hoc import PostHocEMA, PowerEMA, Profile, coefficients, gamma_of, product, reconstruct
 
 PROFILES = [((3.0, 2.0), (5.0, 7.0)), ((5.0, 7.0), (3.0, 2.0)), ((4.0, 1.0), (4.0, 9.0))]
@@ -98,12 +99,9 @@ def test_refused_widths():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of 12 steps with snapshots of every other step."""
-    folder = tmp_path_factory.mktemp("post_hoc")
-    keys = ("train.total_steps=12", "train.save_every=2", "train.milestone_every=2", "train.eval_every=null")
-    keys += ("train.sample_every=null", "train.compile=false", "train.mixed_precision=no")
-    keys += ("model.depth=5", "model.hidden_size=16", "model.num_heads=2", "data.path=" + f"{folder}/digits")
-    start("train.py", "model=dit", "ema=post_hoc", *keys, f"output_dir={folder}/run")
-    return folder / "run"
+    folder = tmp_path_factory.mktemp("post_hoc") / "run"
+    tiny_run(folder, "ema=post_hoc", "train.total_steps=12", "train.milestone_every=2", "data.in_channels=3")
+    return folder
 
 
 def test_a_kept_width_is_reconstructed(run):
@@ -144,7 +142,8 @@ def _write_sums(checkpoint):
 
 def test_samples_are_drawn_with_a_width_that_is_made_on_the_way(run):
     out = run.parent / "drawn.npz"
-    start("sample.py", f"run={run}", "checkpoint=std.08", "num_samples=2", "num_steps=1", f"out={out}")
+    keys = (f"run={run}", "checkpoint=std.08", "num_samples=2", "num_steps=1", f"out={out}")
+    sample.main(composed(*keys, "mixed_precision=no", config_name="sample"))
     assert (run / "checkpoints/step_00000012_std0.08/ema.safetensors").exists()
     record = json.loads(out.with_suffix(".json").read_text())
     assert record["checkpoint"].endswith("step_00000012_std0.08")

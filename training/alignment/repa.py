@@ -50,8 +50,7 @@ class REPA(Alignment):
 class IREPA(REPA):
     """REPA with a convolution as its projector, and features normalised over the tokens. [IREPA]
 
-    The convolution needs all tokens of the grid, so that `tokens` must be `all`. The arguments are documented
-    in `REPA`; `width` is not used.
+    The convolution needs the whole grid, so `tokens` is always `all`. The arguments are documented in `REPA`.
     """
 
     def __init__(

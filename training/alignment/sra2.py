@@ -1,4 +1,4 @@
-"""Alignment of tokens with their own clean latent; it needs nothing but the batch. [SRA2]"""
+"""Alignment of tokens with the clean latent of their patch; it needs no encoder. [SRA2]"""
 
 import torch
 import torch.nn as nn

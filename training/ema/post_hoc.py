@@ -75,7 +75,6 @@ def networks_of(ema: EMA) -> list[nn.Module]:
 
 
 def check_std(key: str, std: float) -> None:
-    """Raise a ValueError unless a profile has this width."""
     if not 0 < std <= MAX_STD:
         raise ValueError(f"{key}={std} must be greater than 0 and at most {MAX_STD}")
 
@@ -88,7 +87,7 @@ class Profile(NamedTuple):
 
 
 def gamma_of(std: float) -> float:
-    """Return the exponent whose profile has a width: std^2 = (g + 1) / ((g + 2)^2 (g + 3))."""
+    """Return the exponent g of the profile of width std: std^2 = (g + 1) / ((g + 2)^2 (g + 3))."""
     # g^3 + 7 g^2 + (16 - std^-2) g + (12 - std^-2) = 0, the largest real root
     roots = np.roots([1, 7, 16 - std**-2, 12 - std**-2])
     return float(max(roots[np.isreal(roots)].real))
@@ -119,7 +118,7 @@ def deviation(snapshots: Sequence[Profile], weights: np.ndarray, target: Profile
 
 
 def reconstruct(run: Path, std: float) -> Path:
-    """Write the newest average of a width as a checkpoint; return its folder, which may exist already.
+    """Write the average of width `std` at the newest step, unless it exists; return its checkpoint folder.
 
     Raises:
         ValueError: the run did not use ema=post_hoc, a snapshot is damaged, or there are too few for this

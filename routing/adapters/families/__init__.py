@@ -1,6 +1,6 @@
 """Adapters of the transformers in diffusers, by class name, and the classes that cannot be routed.
 
-They follow the signatures of diffusers, which is imported only to count the text tokens of one class.
+They follow the signatures of diffusers. Only `__main__.py` and, for one class, `counts.py` import it.
 tests/routing proves each row of the table on a small model.
 """
 

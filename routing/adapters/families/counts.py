@@ -34,10 +34,8 @@ def fibo_2_prefix(model: Any, arguments: Arguments) -> int:
 def fibo_2_suffix(model: Any, arguments: Arguments) -> int:
     """Count the tokens of images to edit, and gist tokens that come last."""
     counts, patch_size = fibo_2_gists(model, arguments), model.config.patch_size
-    num_context_tokens = sum(
-        (latents.shape[2] // patch_size) * (latents.shape[3] // patch_size)
-        for latents in arguments.get("context_latents") or ()
-    )
+    images = arguments.get("context_latents") or ()
+    num_context_tokens = sum(math.prod(size // patch_size for size in x.shape[2:4]) for x in images)
     return num_context_tokens + (max(counts) if len(set(counts)) > 1 else 0)
 
 

@@ -51,7 +51,6 @@ class TablePerSample:
         return self.table.shape[1:]
 
     def float(self) -> "TablePerSample":
-        """Return the table in single precision."""
         return TablePerSample(self.table.float())
 
     def unsqueeze(self, dim: int) -> torch.Tensor:
@@ -190,12 +189,12 @@ def num_reference_tokens(plane: float) -> Callable[[nn.Module, Arguments], int]:
     return count
 
 
-def refuse(what: str, find: Callable[[Any, Arguments], Any]) -> Callable[[Any, Arguments], None]:
-    """Return a check that raises if `find` returns a true value; `{}` in `what` stands for the value."""
+def refuse(name: str, find: Callable[[Any, Arguments], Any]) -> Callable[[Any, Arguments], None]:
+    """Return a check that raises if `find` returns a true value, which replaces `{}` in `name`."""
 
     def check(model: Any, arguments: Arguments) -> None:
         if value := find(model, arguments):
-            raise ValueError(f"{what.format(value)} of {type(model).__name__} is not supported with routing")
+            raise ValueError(f"{name.format(value)} of {type(model).__name__} is not supported with routing")
 
     return check
 

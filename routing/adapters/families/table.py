@@ -75,9 +75,7 @@ ROWS = {
     "BriaTransformer2DModel": Adapter(both(1, rope(rotary)), num_prefix_tokens=length(TEXT)),
     # Each block has its own text.
     "BriaFiboTransformer2DModel": Adapter(
-        then_joint(FLUX_MASKED),
-        num_prefix_tokens=length(TEXT),
-        num_suffix_tokens=num_reference_tokens(0),
+        then_joint(FLUX_MASKED), num_prefix_tokens=length(TEXT), num_suffix_tokens=num_reference_tokens(0)
     ),
     # One sequence: gist tokens (a summary of the text), the image, and images to edit.
     "BriaFibo2Transformer2DModel": Adapter(
@@ -92,9 +90,7 @@ ROWS = {
         num_suffix_tokens=counts.fibo_2_suffix,
     ),
     "ChromaTransformer2DModel": Adapter(
-        then_joint(CHROMA),
-        accepts=("attention_mask",),
-        num_prefix_tokens=length(TEXT),
+        then_joint(CHROMA), accepts=("attention_mask",), num_prefix_tokens=length(TEXT)
     ),
     # Positions are added before the blocks; CogView 4 has rotary positions.
     "CogView3PlusTransformer2DModel": Adapter(BlockList(BLOCKS, output=0)),
@@ -127,9 +123,7 @@ ROWS = {
     ),
     # All blocks share the modulation.
     "Flux2Transformer2DModel": Adapter(
-        then_joint(rope(rotary)),
-        num_prefix_tokens=length(TEXT),
-        num_suffix_tokens=num_reference_tokens(0),
+        then_joint(rope(rotary)), num_prefix_tokens=length(TEXT), num_suffix_tokens=num_reference_tokens(0)
     ),
     # Blocks for the image alone, then for text, image and reference images; temb_mod is (N, T + S, 3 D).
     "Flux3Transformer2DModel": Adapter(
@@ -185,15 +179,12 @@ ROWS = {
     ),
     # The text is in plane 0, the image in plane 1, references are in plane 2.
     "LongCatImageTransformer2DModel": Adapter(
-        both(1, rope(rotary)),
-        num_prefix_tokens=length(TEXT),
-        num_suffix_tokens=num_reference_tokens(1),
+        both(1, rope(rotary)), num_prefix_tokens=length(TEXT), num_suffix_tokens=num_reference_tokens(1)
     ),
     # base_sequence_length of cross_attention_kwargs is not accepted: attention would depend on the length.
     # A mask (N, T), a table (1, T, d).
     "LuminaNextDiT2DModel": Adapter(
-        BlockList("layers", by_token={"attention_mask": mask, **rope(tokens)}),
-        accepts=("image_rotary_emb",),
+        BlockList("layers", by_token={"attention_mask": mask, **rope(tokens)}), accepts=("image_rotary_emb",)
     ),
     "Lumina2Transformer2DModel": Adapter(
         BlockList("layers", joint=True, by_token=rope(joint)),  # (N, P + T, d),
@@ -215,8 +206,7 @@ ROWS = {
     ),
     "OvisImageTransformer2DModel": Adapter(both(1, rope(rotary)), num_prefix_tokens=length(TEXT)),
     "PixArtTransformer2DModel": Adapter(
-        BlockList(BLOCKS, by_token={"attention_mask": mask}),
-        accepts=("added_cond_kwargs", "attention_mask"),
+        BlockList(BLOCKS, by_token={"attention_mask": mask}), accepts=("added_cond_kwargs", "attention_mask")
     ),
     # Image tokens attend to image and text. The mask covers the text, which passes through no block.
     "PRXTransformer2DModel": Adapter(
@@ -241,8 +231,7 @@ ROWS = {
         num_prefix_tokens=counts.qwen_21_prefix,
     ),
     "SD3Transformer2DModel": Adapter(
-        BlockList(BLOCKS, output=1),
-        residuals=("block_controlnet_hidden_states",),
+        BlockList(BLOCKS, output=1), residuals=("block_controlnet_hidden_states",)
     ),
     # One sequence: the image, its padding, the text. The refiners before it are not routed.
     # A table (N, T + S, d), a mask (N, T + S).
@@ -306,8 +295,7 @@ ROWS = {
     ),
     # FramePack: the tokens of earlier frames come before the generated ones.
     "HunyuanVideoFramepackTransformer3DModel": Adapter(
-        HUNYUAN,
-        num_prefix_tokens=counts.history(("clean", "history_2x", "history_4x"), patch_size=(1, 2, 2)),
+        HUNYUAN, num_prefix_tokens=counts.history(("clean", "history_2x", "history_4x"), patch_size=(1, 2, 2))
     ),
     # Rotary positions (N, T, 1, d, 2, 2), one matrix per pair of channels.
     "Kandinsky5Transformer3DModel": Adapter(
