@@ -66,15 +66,18 @@ def effect_of(
         error, variance = math.sqrt(pooled * sum(1 / len(group) for group in groups)), pooled * len(groups)
     half = float(stats.t.ppf(0.975, freedom)) * error
     p = 2 * float(stats.t.sf(abs(value) / error, freedom)) if error else float(value == 0)
-    seeds = seeds_to_decide(value, variance)
+    seeds = seeds_to_decide(value, variance, len(groups))
     if seeds is not None and half >= abs(value):  # undecided by the present seeds
         seeds = max(seeds, 1 + max(map(len, groups)))
     return Effect(n, value, value - half, value + half, p, seeds)
 
 
-def seeds_to_decide(value: float, variance: float) -> int | None:
-    """Return the smallest n whose interval excludes 0, for an error of sqrt(variance / n); None: too many."""
+def seeds_to_decide(value: float, variance: float, num_groups: int) -> int | None:
+    """Return the smallest n per group whose interval excludes 0; None: too many.
+
+    The error is sqrt(variance / n), with num_groups (n - 1) degrees of freedom.
+    """
     sizes = np.arange(2, MAX_SEEDS + 1)
-    halves = stats.t.ppf(0.975, 2 * (sizes - 1)) * np.sqrt(variance / sizes)
+    halves = stats.t.ppf(0.975, num_groups * (sizes - 1)) * np.sqrt(variance / sizes)
     enough = sizes[halves < abs(value)]
     return int(enough[0]) if len(enough) else None

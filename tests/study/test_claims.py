@@ -124,10 +124,11 @@ def test_holm_adjusts_each_p_for_the_hypotheses_that_are_left():
 
 
 def test_the_number_of_seeds_is_the_first_that_decides():
-    n = seeds_to_decide(0.1, 0.02)
+    n = seeds_to_decide(0.1, 0.02, 2)
     halves = [stats.t.ppf(0.975, 2 * (size - 1)) * math.sqrt(0.02 / size) for size in (n - 1, n)]
     assert halves[0] > 0.1 > halves[1]
-    assert seeds_to_decide(1e-9, 1.0) is None
+    assert seeds_to_decide(0.1, 0.02, 1) > n, "paired changes have n - 1 degrees of freedom"
+    assert seeds_to_decide(1e-9, 1.0, 2) is None
 
 
 # Comparisons
