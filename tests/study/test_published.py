@@ -126,7 +126,8 @@ def test_headers_are_rows():
     assert guided.unknown == {"guidance.guidance_scale", "guidance.guidance_interval"}
     assert guided.values["fid50k"] == "1.69" and guided.starts_from == "imagenet256_tread_xl_2_680ep"
     assert rows["imagenet256_dit_l_2_400k"].values == {"fid50k": "23.33"}, "text in brackets is a remark"
-    assert "imagenet256_sprint_xl_2_stage2" not in rows, "nothing of its length is published"
+    second = rows["imagenet256_sprint_xl_2_stage2"]
+    assert second.starts_from == "imagenet256_sprint_xl_2_400k" and second.values == {"fid50k": "9.30"}
 
 
 def test_a_published_dense_score_has_the_loss_and_sampler_of_its_paper():
