@@ -33,6 +33,7 @@ def register(program: str, schema: type) -> None:
         "default_run_name": _default_run_name,
         "latent_manifest": lambda path, key: getattr(read_manifest(path), key),
         "recipe": recipe,
+        "if_at_most": lambda value, limit, then, otherwise: then if value <= limit else otherwise,
         # shift = sqrt(C H W / 4096) [RAE]; smaller latents than 4x32x32 are not shifted
         "dimension_shift": lambda in_channels, size: max(1.0, in_channels * size**2 / 4096) ** 0.5,
     }

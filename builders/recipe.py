@@ -26,8 +26,6 @@ BATCH_SIZE = {"cpu": 32, "cuda": 256}
 BATCHES_AN_EPOCH = 8  # at least, so that small data sets get small batches
 STEPS_ON_CPU = 1200  # about ten minutes on two cores
 EPOCHS, MIN_STEPS, MAX_STEPS, ROUNDED_TO = 300, 5000, 400_000, 1000
-# Learning rate and betas of AdamW: for widths up to NARROW as for data=digits, for others as published.
-NARROW, ADAMW_NARROW, ADAMW_WIDE = 128, (1e-3, [0.9, 0.99]), (1e-4, [0.9, 0.999])
 LONG, DECAY, DECAY_OF_SHORT = 10_000, 0.9999, 0.999  # steps; EMA decay of longer and of other trainings
 MAX_INTERVAL = 5000
 
@@ -35,7 +33,7 @@ MAX_INTERVAL = 5000
 def recipe(key: str, *, _root_: DictConfig) -> Any:
     """Choose the value of a key; a run in `output_dir` that has results keeps its value."""
     if _root_.data.get("_target_") != LATENTS:
-        raise ValueError("model/size=auto and optimizer=adamw_latents need data=latents")
+        raise ValueError("model/size=auto and ema=latents need data=latents")
     run = RunFolder(_root_.output_dir)
     if run.has_results():
         run.check_complete()
@@ -81,11 +79,6 @@ def sample_every(root: DictConfig, manifest: LatentManifest) -> int | None:
     return interval(root, 8) if is_local(root.data.encoder or manifest.encoder) else None
 
 
-def optimizer(root: DictConfig) -> tuple[float, list[float]]:
-    """Choose learning rate and betas."""
-    return ADAMW_NARROW if root.model.hidden_size <= NARROW else ADAMW_WIDE
-
-
 CHOICES = {
     "model.patch_size": lambda root, manifest: patch_size(manifest.input_size),
     "model.hidden_size": lambda root, manifest: network(manifest)[0],
@@ -98,7 +91,5 @@ CHOICES = {
     "train.eval_every": lambda root, manifest: 2 * root.train.save_every,
     "train.sample_every": sample_every,
     "train.num_workers": lambda root, manifest: 4 if device_type() == "cuda" else 0,
-    "optimizer.lr": lambda root, manifest: optimizer(root)[0],
-    "optimizer.betas": lambda root, manifest: optimizer(root)[1],
     "ema.decay": lambda root, manifest: DECAY if root.train.total_steps > LONG else DECAY_OF_SHORT,
 }

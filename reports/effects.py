@@ -73,10 +73,8 @@ def effect_of(
 
 
 def seeds_to_decide(value: float, variance: float, num_groups: int) -> int | None:
-    """Return the smallest n per group whose interval excludes 0; None: too many.
-
-    The error is sqrt(variance / n), with num_groups (n - 1) degrees of freedom.
-    """
+    """Return the smallest n per group whose interval excludes 0; None: too many."""
+    # t((n - 1) num_groups) sqrt(variance / n)
     sizes = np.arange(2, MAX_SEEDS + 1)
     halves = stats.t.ppf(0.975, num_groups * (sizes - 1)) * np.sqrt(variance / sizes)
     enough = sizes[halves < abs(value)]

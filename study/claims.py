@@ -24,18 +24,7 @@ from reports.effects import Effect, effect_of
 from runtime.files import write_text
 from runtime.provenance import PROJECT
 from study.figure import draw
-from study.records import (
-    DISTANCES,
-    EXCESS,
-    REAL,
-    Records,
-    compare,
-    costs_of_equal_scores,
-    holm,
-    is_ratio,
-    score_of,
-    twins_of,
-)
+from study.records import DISTANCES, EXCESS, REAL, Records, compare, holm, is_ratio, score_of, twins_of
 from study.twins import LOSS, METHODS, STUDIES, TWINS, UNGUIDED, search_losses, searches_by_rate
 
 SEEN, OPPOSITE, UNDECIDED, UNTESTABLE = "seen", "opposite seen", "undecided", "not testable here"
@@ -367,7 +356,7 @@ def when_table(records: Records) -> str:
         for twins in twins_of(records, study)[: 1 if study == STACKS else None]:
             steps = int(records.rows_of(study, twins[0])[-1]["step"])
             row = {"task": study, "variant": twins[0].partition(", ")[2], "steps": f"{steps:,}"}
-            costs = costs_of_equal_scores(records, study, key, twins)
+            costs = records.costs_of_equal_scores(study, key, twins)
             same = {"same loss after": f"{max(costs):,} steps"} if costs else {}
             rows.append(row | effects_row(records, study, twins, effects) | same)
     return markdown(rows, text=True)

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from runtime.files import atomic_write
-from study.records import EXCESS, Records, costs_of_equal_scores, score_of, twins_of
+from study.records import EXCESS, Records, score_of, twins_of
 from study.twins import LOSS, STUDIES
 
 # The panels after the first: study, score, title.
@@ -61,7 +61,7 @@ def _draw_costs(axes: Any, records: Records, twins: dict[str, tuple[str, str]]) 
     colors = cycle(colormaps["Dark2"].colors)
     for study, arms in twins.items():
         key = EXCESS if records.is_mixture(study) else LOSS
-        if changes := costs_of_equal_scores(records, study, key, arms):
+        if changes := records.costs_of_equal_scores(study, key, arms):
             n, name = len(next(iter(changes.values()))), arms[0].removeprefix("routed")
             ratios = [[math.exp(value) for value in values] for values in changes.values()]
             _plot(axes, [*changes], ratios, f"{study}{name} (n = {n})", next(colors))

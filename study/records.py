@@ -106,6 +106,22 @@ class Records:
             for seed, steps in sorted(by_seed.items())
         }
 
+    def costs_of_equal_scores(self, study: str, key: str, arms: Sequence[str]) -> dict[int, list[float]]:
+        """Return log(cost of the first arm / cost of the second) at equal scores, for each seed.
+
+        The keys are steps of the first arm, whose score the second arm reaches at another step. Steps without
+        all seeds, and steps that do not lower the score further, are left out.
+        """
+        first, second = (self.curve(study, arm, key) for arm in arms)
+        seeds, changes = sorted(first.keys() & second.keys()), {}
+        for seed in seeds:
+            best = math.inf
+            for step, gflop, score in first[seed]:
+                if score < best and (cost := cost_to_reach(second[seed], score)):
+                    changes.setdefault(step, []).append(math.log(gflop / cost))
+                best = min(best, score)
+        return {step: values for step, values in sorted(changes.items()) if len(values) == len(seeds)}
+
     def scores(self, study: str, arm: str, key: str, at: str = "end", guidance: str = UNGUIDED) -> Scores:
         """Return the score of each seed at its last evaluation (`end`) or lowest held-out loss (`best`)."""
         curve = self.curve(study, arm, key, self.resolve_guidance(study, arm, guidance))
@@ -212,7 +228,7 @@ def changes_of(
     """Return groups of scores and their signs, see `compare`: one group of changes if scores are paired."""
     signs = (1, -1, -1, 1)[: len(arms)]
     if at == "score":
-        changes = [*costs_of_equal_scores(records, study, key, arms).values()]
+        changes = [*records.costs_of_equal_scores(study, key, arms).values()]
         return (changes[-1:], (1,)) if changes else ([], ())
     if at == "gflop":
         scores = at_equal_cost(records, study, key, arms)
@@ -252,25 +268,6 @@ def interpolate(points: Sequence[tuple[float, float]], cost: float, key: str) ->
     if not is_ratio(key):
         return float(np.interp(math.log(cost), np.log(costs), scores))
     return math.exp(np.interp(math.log(cost), np.log(costs), np.log(scores)))
-
-
-def costs_of_equal_scores(
-    records: Records, study: str, key: str, arms: Sequence[str]
-) -> dict[int, list[float]]:
-    """Return log(cost of the first arm / cost of the second) at equal scores, for each seed.
-
-    The keys are steps of the first arm, whose score the second arm reaches at another step. Steps without all
-    seeds, and steps that do not lower the score further, are left out.
-    """
-    first, second = (records.curve(study, arm, key) for arm in arms)
-    seeds, changes = sorted(first.keys() & second.keys()), {}
-    for seed in seeds:
-        best = math.inf
-        for step, gflop, score in first[seed]:
-            if score < best and (cost := cost_to_reach(second[seed], score)):
-                changes.setdefault(step, []).append(math.log(gflop / cost))
-            best = min(best, score)
-    return {step: values for step, values in sorted(changes.items()) if len(values) == len(seeds)}
 
 
 def cost_to_reach(points: Sequence[Point], score: float) -> float | None:

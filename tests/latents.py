@@ -23,7 +23,5 @@ def write_latents(path, stored, labels=None, masks=None, **fields):
 def growing_masks(count):
     """Masks (count, 8, 8) that touch 0 to 16 of 16 tokens."""
     masks = np.zeros((count, 8, 8), np.uint8)
-    for entry in range(count):
-        for token in range(entry % 17):
-            masks[entry, 2 * (token // 4), 2 * (token % 4)] = 200
+    masks[:, ::2, ::2] = 200 * (np.arange(16) < np.arange(count)[:, None] % 17).reshape(count, 4, 4)
     return masks

@@ -13,6 +13,22 @@ BLOCKS |= {"lightning": blocks.LightningBlock, "mamba": blocks.MambaBlock, "rwkv
 BLOCKS |= {"self_logit": blocks.SelfLogitBlock}
 
 
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+class Field(torch.nn.Module):
+    """A network in float64 from a function of its input and the noise level (N, 1, 1, 1)."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write, self.weight = write, torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x, c_noise, class_labels, *, routing=None, generator=None):
+        self.routing = routing
+        return self.write(x, c_noise.view(-1, 1, 1, 1))
+
+
 def small_dit(routes=(), num_classes=10, depth=8, block="dit", **arguments):
     """A DiT of 16 tokens whose zero-initialised weights are randomised, or every block were the identity."""
     torch.manual_seed(0)
@@ -26,7 +42,7 @@ def small_dit(routes=(), num_classes=10, depth=8, block="dit", **arguments):
 
 def small_batch(num_samples=4, num_classes=10, seed=0):
     """Latents, noise conditioning and labels for `small_dit`."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     x = torch.randn(num_samples, 3, 8, 8, generator=generator)
     c_noise = torch.randn(num_samples, generator=generator)
     labels = torch.randint(num_classes, (num_samples,), generator=generator) if num_classes else None

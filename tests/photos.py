@@ -8,6 +8,8 @@ from PIL import Image
 
 # Tall and wide, larger and smaller than twice the resolution that the tests ask for.
 SIZES = ((64, 48), (48, 80), (150, 130), (40, 40), (33, 70), (90, 200), (32, 32))
+BLOCKS = {"block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1}
+BLOCKS |= {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
 
 
 @lru_cache
@@ -37,14 +39,5 @@ def write_autoencoder(folder, seed=0, **changes):
     from diffusers import AutoencoderKL
 
     torch.manual_seed(seed)
-    options = {
-        "block_out_channels": (8, 16),
-        "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2,
-        "latent_channels": 4,
-        "norm_num_groups": 4,
-        "layers_per_block": 1,
-        "scaling_factor": 1.1,
-    }
-    AutoencoderKL(**{**options, **changes}).save_pretrained(folder)
+    AutoencoderKL(**BLOCKS | {"latent_channels": 4, "scaling_factor": 1.1} | changes).save_pretrained(folder)
     return str(folder)

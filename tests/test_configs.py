@@ -2,7 +2,6 @@
 
 import hashlib
 import inspect
-import math
 import re
 from copy import deepcopy
 from dataclasses import MISSING, asdict, fields, replace
@@ -39,73 +38,23 @@ EXPERIMENTS = [p.stem for p in (ROOT / "configs/experiment").glob("*.yaml")]
 GROUPS = ["data", "parity", "diffusion", "optimizer", "ema", "sampler", "sampler/times", "guidance"]
 GROUPS += ["alignment", "evaluation", "tracker"]
 # The numbers that the paper's code trains and samples with; no other file may change them.
-RECIPE = {
-    "model": {
-        "_target_": "models.DiT",
-        "input_size": 32,
-        "patch_size": 2,
-        "in_channels": 4,
-        "mlp_ratio": 4.0,
-        "num_classes": 1000,
-        "class_dropout_prob": 0.1,
-        "text": None,
-        "learn_sigma": False,
-        "init": "adaln_zero",
-        "block": {"_target_": "models.blocks.DiTBlock"},
-        "attention": "auto",
-        "num_prefix_tokens": 0,
-        "router": {"_target_": "routing.random_router"},
-        "rejoin": {"_target_": "models.rejoin.Bypass"},
-        "window": "bypass",
-        "fp32_after_route": False,
-        "gradient_checkpointing": False,
-        "inner_head": None,
-        "head_width": None,
-        "head_depth": 2,
-        "head_num_heads": 16,
-    },
-    "diffusion": {
-        "sigma_data": 0.5,
-        "precond": {"_target_": "diffusion.EDMPrecond", "sigma_data": 0.5},
-        "loss": {
-            "_target_": "diffusion.EDMLoss",
-            "P_mean": -1.2,
-            "P_std": 1.2,
-            "contrastive_weight": 0.0,
-            "inner_weight": 0.5,
-        },
-    },
-    "optimizer": {
-        "_target_": "torch.optim.AdamW",
-        "lr": 1e-4,
-        "betas": [0.9, 0.999],
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "fused": True,
-        "warmup_steps": 0,
-        "schedule": "constant",
-        "end_factor": 0.0,
-    },
-    "ema": {"_target_": "training.ema.EMA", "decay": 0.9999, "warmup": False},
-    "sampler": {
-        "_target_": "diffusion.edm_sampler",
-        "num_steps": 40,
-        "sigma_min": 0.002,
-        "sigma_max": 80,
-        "rho": 7,
-        "S_churn": 0,
-        "S_min": 0,
-        "S_max": math.inf,
-        "S_noise": 1,
-    },
-    "guidance": {
-        "_target_": "diffusion.CFG",
-        "guidance_scale": 1.0,
-        "guidance_interval": None,
-        "schedule": "constant",
-        "num_channels": None,
-    },
-}
+RECIPE = yaml.safe_load("""
+model: {_target_: models.DiT, input_size: 32, patch_size: 2, in_channels: 4, mlp_ratio: 4.0,
+  num_classes: 1000, class_dropout_prob: 0.1, text: null, learn_sigma: false, init: adaln_zero,
+  block: {_target_: models.blocks.DiTBlock}, attention: auto, num_prefix_tokens: 0,
+  router: {_target_: routing.random_router}, rejoin: {_target_: models.rejoin.Bypass}, window: bypass,
+  fp32_after_route: false, gradient_checkpointing: false, inner_head: null, head_width: null,
+  head_depth: 2, head_num_heads: 16}
+diffusion: {sigma_data: 0.5, precond: {_target_: diffusion.EDMPrecond, sigma_data: 0.5},
+  loss: {_target_: diffusion.EDMLoss, P_mean: -1.2, P_std: 1.2, contrastive_weight: 0.0, inner_weight: 0.5}}
+optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-4, betas: [0.9, 0.999], eps: 1.0e-8, weight_decay: 0.0,
+  fused: true, warmup_steps: 0, schedule: constant, end_factor: 0.0}
+ema: {_target_: training.ema.EMA, decay: 0.9999, warmup: false}
+sampler: {_target_: diffusion.edm_sampler, num_steps: 40, sigma_min: 0.002, sigma_max: 80, rho: 7,
+  S_churn: 0, S_min: 0, S_max: .inf, S_noise: 1}
+guidance: {_target_: diffusion.CFG, guidance_scale: 1.0, guidance_interval: null, schedule: constant,
+  num_channels: null}
+""")
 OPTIONS = [(group, p.stem) for group in GROUPS for p in sorted((ROOT / "configs" / group).glob("*.yaml"))]
 WITH_PATH = ("latents", "latents_published", "imagenet256", "imagenet512", "coco256")
 
@@ -126,11 +75,21 @@ def latents(tmp_path):
     return tmp_path / "latents"
 
 
+@pytest.mark.parametrize(("size", "block", "lr"), [("tiny", 3, 1e-3), ("b_2", 3, 1e-4), ("xl_2", 7, 1e-4)])
+def test_defaults_follow_the_size_of_the_network(size, block, lr):
+    config = composed(f"model/size={size}", "alignment=repa", "optimizer=muon")
+    assert (config.alignment.block, config.optimizer.lr) == (block, lr)
+
+
+def test_sampling_is_shifted_as_training():
+    config = composed("diffusion=flow_shifted", "data.in_channels=768", "data.input_size=16")
+    assert config.sampler.times.shift == config.diffusion.loss.shift == pytest.approx(6.93, abs=0.01)
+
+
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_composes_and_builds(group, option, latents):
     extra = [f"data.path={latents}"] if option in WITH_PATH else []
-    needs_latents = (group, option) in (("optimizer", "adamw_latents"), ("ema", "latents"))
-    extra += ["data=latents", f"data.path={latents}"] if needs_latents else []
+    extra += ["data=latents", f"data.path={latents}"] if (group, option) == ("ema", "latents") else []
     extra += ["model.inner_head=1"] if option == "internal" else []
     extra += ["train.milestone_every=${train.save_every}"] if option == "post_hoc" else []
     extra += ["evaluation.reference=REFERENCE.npz"] if option in ("adm", "adm_5k", "all", "coco") else []
@@ -146,9 +105,7 @@ def test_every_option_composes_and_builds(group, option, latents):
     assert config["run_name"] == "test"
 
 
-@pytest.mark.parametrize(
-    ("model", "size"), [("dit", "s_2"), ("sprint", "s_2"), *(("tread", size) for size in SIZES)]
-)
+@pytest.mark.parametrize("model, size", [("dit", "s_2"), ("sprint", "s_2"), *(("tread", s) for s in SIZES)])
 def test_every_size_composes_and_builds(model, size):
     shape = ["data=synthetic", "data.input_size=32"]
     config, net = built(f"model={model}", f"model/size={size}", *shape)
@@ -264,10 +221,8 @@ def test_the_row_of_lightningdit_has_its_latents_and_times():
 
 def test_the_stages_of_sprint_are_one_network():
     first, net = built("experiment=imagenet256_sprint_xl_2_400k", "data.path=x")
-    second, all_tokens = built(
-        "experiment=imagenet256_sprint_xl_2_stage2", "data.path=x", "train.init_from=x"
-    )
-    (window,), (of_all,) = net.routes, all_tokens.routes
+    second, full = built("experiment=imagenet256_sprint_xl_2_stage2", "data.path=x", "train.init_from=x")
+    (window,), (of_all,) = net.routes, full.routes
     assert (window.start_layer_idx, window.end_layer_idx) == (2, 25)  # 2, 24, 2 blocks
     assert replace(window, selection_ratio=0) == of_all
     for config, ratio in ((first, 0.75), (second, 0)):

@@ -14,28 +14,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import diffusion
 from builders.kept_tokens import KeptTokensLoss
 from data import LatentManifest
 from data.encoders import to_uint8
 from data.manifest import _column
-from diffusion import (
-    CFG,
-    Branch,
-    DDPMLoss,
-    DDPMPrecond,
-    EDMLoss,
-    EDMPrecond,
-    FlowLoss,
-    FlowPrecond,
-    SparseGuidance,
-    X0Loss,
-    X0Precond,
-    ddpm,
-    ddpm_sampler,
-    edm_sampler,
-    ode_sampler,
-    sde_sampler,
-)
 from evaluation.metrics.inception_score import SplitScores
 from evaluation.statistics import FeatureStatistics
 from models import DiT
@@ -81,10 +64,10 @@ class NothingComesBack(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def no_device():
-    ddpm._table.cache_clear()  # fakes have no values to keep
+    diffusion.ddpm._table.cache_clear()  # fakes have no values to keep
     with FakeTensorMode(), NothingComesBack():
         yield
-    ddpm._table.cache_clear()
+    diffusion.ddpm._table.cache_clear()
     _column.cache_clear()  # of fake tensors
 
 
@@ -107,7 +90,7 @@ def test_a_training_step(options):
     x, labels = batch(net.num_classes)
     routing = Routing(force_keep=torch.zeros(4, 16, dtype=torch.bool, device=CUDA))
     mask = torch.rand(4, 8, 8, device=CUDA)
-    losses = EDMLoss()(EDMPrecond(net), x, labels, routing=routing, mask=mask)
+    losses = diffusion.EDMLoss()(diffusion.EDMPrecond(net), x, labels, routing=routing, mask=mask)
     assert losses.device.type == "cuda"
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)  # a backward pass needs a driver
@@ -119,18 +102,19 @@ def test_a_training_step(options):
 
 def test_a_loss_of_kept_tokens():
     net, mask = net_on_cuda().train(), torch.rand(4, 8, 8, device=CUDA)
-    losses = KeptTokensLoss(EDMLoss(), net, 0.1)(EDMPrecond(net), *batch(), routing=Routing(0.5), mask=mask)
+    loss, precond = KeptTokensLoss(diffusion.EDMLoss(), net, 0.1), diffusion.EDMPrecond(net)
+    losses = loss(precond, *batch(), routing=Routing(0.5), mask=mask)
     assert losses.device.type == "cuda"
 
 
 @pytest.mark.parametrize(
     ("precond", "loss", "learn_sigma"),
     [
-        (EDMPrecond, EDMLoss(contrastive_weight=0.1), True),
-        (FlowPrecond, FlowLoss(contrastive_weight=0.1), True),
-        (X0Precond, X0Loss(contrastive_weight=0.1), True),
-        (DDPMPrecond, DDPMLoss(), False),
-        (DDPMPrecond, DDPMLoss(), True),
+        (diffusion.EDMPrecond, diffusion.EDMLoss(contrastive_weight=0.1), True),
+        (diffusion.FlowPrecond, diffusion.FlowLoss(contrastive_weight=0.1), True),
+        (diffusion.X0Precond, diffusion.X0Loss(contrastive_weight=0.1), True),
+        (diffusion.DDPMPrecond, diffusion.DDPMLoss(), False),
+        (diffusion.DDPMPrecond, diffusion.DDPMLoss(), True),
     ],
 )
 def test_losses(precond, loss, learn_sigma):
@@ -141,16 +125,16 @@ def test_losses(precond, loss, learn_sigma):
 @pytest.mark.parametrize(
     ("precond", "sampler", "guidance"),
     [
-        (EDMPrecond, edm_sampler, CFG(1.0)),
-        (EDMPrecond, edm_sampler, SparseGuidance(1.5)),
-        (FlowPrecond, sde_sampler, CFG(1.5)),
-        (X0Precond, ode_sampler, CFG(1.5)),
-        (DDPMPrecond, partial(ddpm_sampler, variance="small"), CFG(1.5)),
+        (diffusion.EDMPrecond, diffusion.edm_sampler, diffusion.CFG(1.0)),
+        (diffusion.EDMPrecond, diffusion.edm_sampler, diffusion.SparseGuidance(1.5)),
+        (diffusion.FlowPrecond, diffusion.sde_sampler, diffusion.CFG(1.5)),
+        (diffusion.X0Precond, diffusion.ode_sampler, diffusion.CFG(1.5)),
+        (diffusion.DDPMPrecond, partial(diffusion.ddpm_sampler, variance="small"), diffusion.CFG(1.5)),
     ],
 )
 def test_samples(precond, sampler, guidance):
     precond, (noise, labels) = precond(net_on_cuda()).eval(), batch()
-    denoise = guidance(Branch(precond, labels))
+    denoise = guidance(diffusion.Branch(precond, labels))
     with torch.no_grad():
         x = sampler(denoise, noise, precond.path, num_steps=3)
     assert (x.device.type, x.dtype) == ("cuda", torch.float64)

@@ -106,10 +106,8 @@ def arrows():
     programs = ENTRY_POINTS | {"examples"}
     for file in FILES:
         tops = {module.split(".")[0] for module in imports(ast.parse(file.read_text()))} & FIRST_PARTY
-        room, *imported = (
-            "programs" if top in programs else top
-            for top in (file.relative_to(ROOT).parts[0].removesuffix(".py"), *tops)
-        )
+        own = file.relative_to(ROOT).parts[0].removesuffix(".py")
+        room, *imported = ("programs" if top in programs else top for top in (own, *tops))
         imported = set(imported) - {room}
         if room != "tests":
             graph[room] = graph.get(room, set()) | imported
@@ -163,12 +161,8 @@ def missing(modules, names):
 INSTALLED = metadata.packages_distributions()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DECLARED = normalised(sum(PROJECT["optional-dependencies"].values(), PROJECT["dependencies"]))
-PINNED = normalised(
-    line
-    for file in ROOT.glob("requirements*.txt")
-    for line in file.read_text().splitlines()
-    if re.match(r"[\w.-]+==", line)
-)
+REQUIREMENTS = "\n".join(file.read_text() for file in ROOT.glob("requirements*.txt"))
+PINNED = normalised(re.findall(r"^[\w.-]+==", REQUIREMENTS, flags=re.M))
 
 
 def test_what_is_imported_is_declared_and_pinned():
@@ -200,17 +194,17 @@ def test_no_file_of_the_project_names_an_absolute_path():
 BUDGET = {
     "programs": 267,
     "benchmarks": 1427,  # tables of text; bytes between processes
-    "builders": 2867,  # prompts; drawing, which was in diffusion before; sharing of weights; alignment
+    "builders": 2859,  # prompts; drawing, which was in diffusion before; sharing of weights; alignment
     "data": 3425,  # density; captions, words, scenes, tars; classes of autoencoders, features of patches
     "diffusion": 1754,  # internal guidance
     "evaluation": 2529,  # scenes, CLIP score; encoders of timm, seven scores, intervals
     "examples": 457,  # a fine-tune that shares its weights
     "models": 1408,  # captions; two ablations of the window; projector, inner head, wide head
-    "reports": 806,  # differences and the noise of retraining
+    "reports": 807,  # degrees of freedom; differences and the noise of retraining
     "routing": 2794,  # what pipelines pass; rows; types of routes and ratios
     "runtime": 2215,  # scenes, language models, prompts; 75 explain --help and misspelt options; nodes, parts
-    "study": 1907,  # costs of equal losses, a figure; density; baselines, gates, searches; encoder
-    "tests": 24314,  # settings of the test process; wrong entries of rows apart from their proofs
+    "study": 1906,  # costs of equal losses, a figure; density; baselines, gates, searches; encoder
+    "tests": 23425,
     "training": 2750,  # sharded weights and checkpoints, errors of one rank; alignment, averages of any width
 }
 MAX_CORE_LINES = 3000
@@ -245,10 +239,7 @@ def core():
 def test_the_core_loads_no_adapter():
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in core()]
     program = f"import sys, {', '.join(names)}; print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    modules = set(loaded.stdout.split())
+    modules = {*subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split()}
     assert set(names) <= modules
     assert not [name for name in modules if name.startswith(("routing.adapters", "diffusers"))]
 

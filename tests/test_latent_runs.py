@@ -18,6 +18,7 @@ from builders.scoring import comparisons
 from data import IdentityEncoder, KLEncoder, encode, open_latents, read_manifest
 from diffusion import edm_sampler, random_labels
 from runtime.errors import UserError
+from tests.outside import with_json
 from tests.photos import write_autoencoder, write_photographs
 from tests.runs import TINY, composed, metrics, tiny_run
 from training.checkpoint import latest_checkpoint
@@ -51,9 +52,7 @@ def draw(folder, *overrides):
         return arrays["arr_0"], json.loads(output.with_suffix(".json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("decoding", "by_key"), [("rounded", False), ("official", False), ("official", True)]
-)
+@pytest.mark.parametrize("decoding, by_key", [("rounded", False), ("official", False), ("official", True)])
 def test_samples_are_the_decoded_output_of_the_network(folder, tmp_path, decoding, by_key):
     """Repeat all steps by hand: averaged weights, unscaled latents, decoder and rounding."""
     if by_key:
@@ -142,17 +141,13 @@ def test_a_class_without_images_is_printed_and_never_drawn(tmp_path, capsys):
     with pytest.raises(UserError, match="class_label=1 has no images in the training data"):
         sample.main(composed(*options, "class_label=1", "overwrite=true", config_name="sample"))
     reference = reference_of(open_latents(tmp_path / "latents"), IdentityEncoder(), "x")
-    compared = comparisons(
-        SimpleNamespace(reference=reference, metrics=[], score=lambda images, labels: labels), 7
-    )
-    assert compared["class means"].tolist() == [0, 2, 3, 0, 2, 3, 0]
+    suite = SimpleNamespace(reference=reference, metrics=[], score=lambda images, labels: labels)
+    assert comparisons(suite, 7)["class means"].tolist() == [0, 2, 3, 0, 2, 3, 0]
 
 
 def test_a_wrong_scale_is_a_warning_at_step_0_and_only_there(folder, tmp_path, capsys):
-    shutil.copytree(folder / "latents", tmp_path / "latents")
-    manifest = json.loads((tmp_path / "latents" / "manifest.json").read_text())
-    (tmp_path / "latents" / "manifest.json").write_text(json.dumps({**manifest, "scale": 0.18215}))
-    options = (*DENSE, f"data.path={tmp_path / 'latents'}")
+    latents = shutil.copytree(folder / "latents", tmp_path / "latents")
+    options = (*DENSE, f"data.path={with_json(latents, 'manifest.json', scale=0.18215)}")
     tiny_run(tmp_path / "run", *options, "train.total_steps=2")
     out = capsys.readouterr().out
     assert out.count("warning: the network's input has a standard deviation of 0.") == 1
@@ -162,10 +157,8 @@ def test_a_wrong_scale_is_a_warning_at_step_0_and_only_there(folder, tmp_path, c
 
 
 def test_training_needs_no_autoencoder_unless_it_draws(folder, tmp_path):
-    shutil.copytree(folder / "latents", tmp_path / "latents")
-    manifest = json.loads((tmp_path / "latents" / "manifest.json").read_text())
-    changed = json.dumps({**manifest, "encoder": str(tmp_path / "gone")})
-    (tmp_path / "latents" / "manifest.json").write_text(changed)
+    latents = shutil.copytree(folder / "latents", tmp_path / "latents")
+    with_json(latents, "manifest.json", encoder=str(tmp_path / "gone"))
     options = (*DENSE, f"output_dir={tmp_path / 'run'}", f"data.path={tmp_path / 'latents'}", "run_name=x")
     message = r"gone not found: must be one of .*To train without: train\.sample_every=null"
     with pytest.raises(UserError, match=message):

@@ -98,11 +98,8 @@ FUZZED = settings(
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-EDIT = st.tuples(
-    st.sampled_from(["flip", "cut", "insert", "number"]),
-    st.floats(0, 1, exclude_max=True),
-    st.binary(max_size=4),
-)
+KINDS = st.sampled_from(["flip", "cut", "insert", "number"])
+EDIT = st.tuples(KINDS, st.floats(0, 1, exclude_max=True), st.binary(max_size=4))
 EDITS = st.lists(EDIT, min_size=1, max_size=4)
 DAMAGE = st.one_of(st.binary(max_size=300), EDITS)
 NUMBERS = (b"\xff" * 4, b"\x7f" + b"\xff" * 3, b"\0" * 4, b"9" * 8, b"-1")

@@ -79,10 +79,10 @@ def sit(net, x, randn, w=1.5, num_points=250, diffusion="sigma", norm=1.0):
 
 
 def lightningdit(net, x, randn, w=10.0):
-    """Sample by Euler steps between 250 points, guided from u = 0.11."""
+    """Sample by Euler steps between 250 points, guided from u = 0.1."""
     points = [0.3 * i / 249 / (1 - 0.7 * i / 249) for i in range(250)]
     for u, following in pairwise(points):
-        x = x + (following - u) * guided(net, x, u, w if u >= 0.11 else 1, 3)[:, :4]
+        x = x + (following - u) * guided(net, x, u, w if u >= 0.1 else 1, 3)[:, :4]
     return x
 
 

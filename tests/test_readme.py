@@ -46,13 +46,8 @@ RECORDED = [ROOT / page for page in RECORDED]
 README, CONTRIBUTING = DOCUMENTS[0].read_text(), DOCUMENTS[-2].read_text()
 TEXT = "\n".join([README, CONTRIBUTING, *PAGES.values()])
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, flags=re.S)
-COMMANDS = [
-    line
-    for language, block in BLOCKS
-    if language == "sh"
-    for line in re.sub(r"\\\n\s*", "", block).splitlines()
-    if line.strip()
-]
+SHELL = "\n".join(block for language, block in BLOCKS if language == "sh")
+COMMANDS = [line for line in re.sub(r"\\\n\s*", "", SHELL).splitlines() if line.strip()]
 # The example with open_run needs a run: tests/siblings.
 EXAMPLES = [block for language, block in BLOCKS if language == "python" and "open_run" not in block]
 PROGRAMS = {

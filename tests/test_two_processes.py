@@ -105,9 +105,7 @@ def trained(folder, *overrides, ask_to_stop=False):
 
 
 def scored(folder, launch):
-    """Make a reference, and score samples against one that has only its images. Return the scores, and the
-    number of images that this process has evaluated for both.
-    """
+    """Make a reference and score samples; return the scores and the number of images evaluated here."""
     detector = Pixels()
     images, samples = (open_images(folder / f"{name}.npz") for name in ("reference", "samples"))
     make_reference(detector, images, folder / f"made_by_{launch.world_size}.npz", 4, launch)
@@ -198,9 +196,7 @@ def assert_same_numbers(run, other):
 
 @pytest.mark.parametrize("run", ["whole", "handed"])
 def test_two_processes_log_what_one_logs(folder, run):
-    """Losses, held-out losses, counts of tokens, the skipped step and its sample; `handed` was started by one
-    process, resumed by two, and finished by one.
-    """
+    """`handed` was started by one process, resumed by two, and finished by one."""
     assert_same_numbers(folder / "one", folder / run)
 
 

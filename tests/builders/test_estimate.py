@@ -55,9 +55,7 @@ def test_hopeless_runs_are_refused_unless_the_user_insists(takes, steps, message
 
 
 @pytest.mark.parametrize("free", ["memory", "disk"])
-def test_a_hopeless_run_ends_before_anything_is_written_or_its_memory_taken(
-    tmp_path, monkeypatch, capsys, free
-):
+def test_a_hopeless_run_ends_before_it_writes_or_takes_memory(tmp_path, monkeypatch, capsys, free):
     monkeypatch.setattr(f"builders.trainer.free_{free}", lambda _: 0)
     with monkeypatch.context() as patch, pytest.raises(ValueError, match=f"of {free} are needed"):
         if free == "memory":

@@ -75,15 +75,12 @@ def test_sampling_defaults_to_the_configuration_of_the_run(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "suffix"),
-    [
-        ((), "random", ""),
-        (("labels=balanced",), "balanced", "_balanced"),
-        (("class_label=3",), None, "_class3"),
-    ],
+    ("option", "kind", "suffix"),
+    [("", "random", ""), ("labels=balanced", "balanced", "_balanced"), ("class_label=3", None, "_class3")],
 )
-def test_labels_are_drawn_from_the_seeds_by_default_and_recorded(run, options, kind, suffix):
-    sample.main(composed(f"run={run}", "num_samples=40", "first_seed=7", *options, config_name="sample"))
+def test_labels_are_drawn_from_the_seeds_by_default_and_recorded(run, option, kind, suffix):
+    options = (f"run={run}", "num_samples=40", "first_seed=7", *option.split())
+    sample.main(composed(*options, config_name="sample"))
     file = run / "samples" / f"step_00000006_n40_seed7{suffix}_2steps.npz"
     balanced, one = np.arange(40) % 10, np.full(40, 3)
     expected = {"random": random_labels(range(7, 47), 10), "balanced": balanced, None: one}[kind]
@@ -195,7 +192,5 @@ def test_a_checkpoint_is_given_by_step_name_or_path(tmp_path):
     for chosen in ("4", "00000004", "step_00000004", str(folders[0])):
         assert find_checkpoint(tmp_path, chosen) == folders[0]
     for chosen in ("5", "step_5", "nowhere"):
-        with pytest.raises(
-            FileNotFoundError, match=rf"checkpoint={chosen} not found: run=.* has steps 4, 12$"
-        ):
+        with pytest.raises(FileNotFoundError, match=f"checkpoint={chosen} not found: .* has steps 4, 12$"):
             find_checkpoint(tmp_path, chosen)

@@ -5,15 +5,13 @@ import pytest
 import torch
 
 import sample
-from data import LatentManifest, encode, image_decoder, load_encoder, open_latents
-from tests.photos import photographs, write_photographs
+from data import encode, image_decoder, load_encoder, open_latents
+from tests.data.test_encoders import CPU, manifest_of
+from tests.photos import BLOCKS, photographs, write_photographs
 from tests.runs import composed, tiny_run
 
-CPU = torch.device("cpu")
 IMAGES = torch.from_numpy(np.stack([photo[:32, :32] for photo in photographs().values()])).permute(0, 3, 1, 2)
 PIXELS = IMAGES.float() / 127.5 - 1
-BLOCKS = {"block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1}
-BLOCKS |= {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +41,6 @@ def dc(tmp_path_factory):
     return str(folder)
 
 
-def manifest_of(encoder, stored):
-    sizes = {"scale": encoder.scale, "shift": encoder.shift, "std": encoder.std}
-    shape = tuple(stored.shape[1:])
-    options = {"encoder_hash": encoder.weights_hash, **sizes}
-    return LatentManifest(len(stored), shape, "float16", encoder.kind, 0, encoder.name, **options)
-
-
 @torch.no_grad()
 def test_flux2_latents_are_patches_normalised_by_the_batch_norm(flux2):
     """The network's input equals patches of 2x2 of diffusers' mean, passed through its batch norm."""
@@ -59,7 +50,7 @@ def test_flux2_latents_are_patches_normalised_by_the_batch_norm(flux2):
     assert (encoder.factor, encoder.latent_channels, encoder.kind) == (4, 8, "moments")
     posterior = net.encode(PIXELS).latent_dist
     stored = encoder.encode(IMAGES)
-    manifest = manifest_of(encoder, stored)
+    manifest = manifest_of(encoder, stored.shape[1:])
     patches = posterior.mean.view(-1, 2, 8, 2, 8, 2).permute(0, 1, 3, 5, 2, 4).reshape(-1, 8, 8, 8)
     torch.testing.assert_close(manifest.to_means(stored), net.bn(patches), rtol=1e-4, atol=1e-5)
     logvars = posterior.logvar.view(-1, 2, 8, 2, 8, 2).permute(0, 1, 3, 5, 2, 4).reshape(-1, 8, 8, 8)
@@ -78,7 +69,7 @@ def test_dc_latents_are_scaled_samples(dc):
     assert (encoder.factor, encoder.latent_channels, encoder.kind) == (2, 4, "samples")
     stored, latents = encoder.encode(IMAGES), net.encode(PIXELS).latent
     torch.testing.assert_close(stored, latents)
-    manifest = manifest_of(encoder, stored)
+    manifest = manifest_of(encoder, stored.shape[1:])
     torch.testing.assert_close(manifest.to_latents(stored), 0.5 * latents)
     torch.testing.assert_close(encoder.decode(manifest.to_encoder(0.5 * latents)), net.decode(latents).sample)
 

@@ -240,20 +240,18 @@ def write_masks(folder, photos):
     return folder
 
 
-@pytest.mark.parametrize("conditioning_type", ["mask", "segmentation"])
-def test_masks_are_cropped_and_pooled_like_their_images(
-    tmp_path, photos, vae, small_parts, conditioning_type
-):
+@pytest.mark.parametrize("kind", ["mask", "segmentation"])
+def test_masks_are_cropped_and_pooled_like_their_images(tmp_path, photos, vae, small_parts, kind):
     masks = write_masks(tmp_path / "masks", photos)
-    dataset = run(photos, tmp_path / "out", vae, f"masks={masks}", f"conditioning_type={conditioning_type}")
-    assert dataset.manifest.conditioning_type == conditioning_type
+    dataset = run(photos, tmp_path / "out", vae, f"masks={masks}", f"conditioning_type={kind}")
+    assert dataset.manifest.conditioning_type == kind
     assert dataset.masks.shape == (10, 16, 16)
     for i, file in enumerate(sorted(masks.rglob("*.png"))):
         mask = np.asarray(Image.open(file))
-        if conditioning_type == "segmentation":
+        if kind == "segmentation":
             mask = (mask > 0).astype(np.uint8) * 255
         cut = np.asarray(centre_crop(Image.fromarray(mask), 32)).reshape(16, 2, 16, 2).astype(float)
-        if conditioning_type == "mask":
+        if kind == "mask":
             assert np.abs(dataset.masks[i] - cut.mean(axis=(1, 3))).max() <= 0.5
         else:
             assert np.array_equal(dataset.masks[i] > 0, cut.max(axis=(1, 3)) > 0)
@@ -327,9 +325,7 @@ def test_a_missing_source_is_not_reported_as_corrupt_images(tmp_path, vae, small
         if (tmp_path / "photos").exists():
             (tmp_path / "photos").rename(tmp_path / "elsewhere")
 
-    message = (
-        r"No such file or directory; fix this and run the same command again to resume: '(china|flower)/\d+"
-    )
+    message = r"No such file .*; fix this and run the same command again to resume: '(china|flower)/\d+"
     with monkeypatch.context() as patch, pytest.raises(UserError, match=message):
         patch.setattr(PartCache, "write", unmount)
         run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true")
@@ -337,9 +333,7 @@ def test_a_missing_source_is_not_reported_as_corrupt_images(tmp_path, vae, small
     assert run(tmp_path / "photos", tmp_path / "out", vae, "skip_corrupt=true").manifest.count == 10
 
 
-def test_a_kill_while_parts_are_joined_loses_no_parts(
-    tmp_path, photos, vae, small_parts, written, monkeypatch
-):
+def test_a_kill_while_parts_are_joined_loses_none(tmp_path, photos, vae, small_parts, written, monkeypatch):
     run(photos, tmp_path / "whole", vae)
     with monkeypatch.context() as patch:
         # A killed process does not clean up.

@@ -104,11 +104,9 @@ def test_a_training_is_aligned_with_stored_features(folder, alignment, tmp_path)
 def test_features_at_each_step_equal_stored_ones(folder, weights, tmp_path):
     """Up to fp16, in which features are stored."""
     losses, costs = [], []
-    for name, keys in {
-        "stored": (),
-        "step": (f"alignment.encoder={MODEL}", f"alignment.weights={weights}"),
-    }.items():
-        keys = (*KEYS, *keys, f"data.path={folder}", "alignment=repa", "alignment.block=1")
+    by_encoder = (f"alignment.encoder={MODEL}", f"alignment.weights={weights}")
+    for name, more in (("stored", ()), ("step", by_encoder)):
+        keys = (*KEYS, *more, f"data.path={folder}", "alignment=repa", "alignment.block=1")
         tiny_run(tmp_path / name, *keys)
         losses.append([line["alignment_loss"] for line in metrics(tmp_path / name)])
         costs.append(json.loads((tmp_path / name / "manifest.json").read_text())["cost"])

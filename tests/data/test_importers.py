@@ -126,11 +126,8 @@ def test_scale_and_shift_of_each_channel_are_undone(stored_as):
     """The moments of scale * z are (scale * m, scale^2 * v)."""
     chosen = replace(FORMATS["edm2"], stored_as=stored_as, scaled=True)
     scale, shift = (np.reshape(value, (4, 1, 1)).astype(np.float32) for value in (chosen.scale, chosen.shift))
-    spread = {
-        "samples": None,
-        "mean_logvar": LOGVAR + 2 * np.log(scale),
-        "mean_std": np.exp(0.5 * LOGVAR) * scale,
-    }[stored_as]
+    spreads = {"mean_logvar": LOGVAR + 2 * np.log(scale), "mean_std": np.exp(0.5 * LOGVAR) * scale}
+    spread = spreads.get(stored_as)
     seen = (MEAN - shift) * scale
     stored = chosen.to_stored(seen if spread is None else np.concatenate([seen, spread], axis=1))
     np.testing.assert_allclose(stored, MEAN if spread is None else MOMENTS, atol=1e-4)
@@ -203,12 +200,8 @@ def write_lightningdit(folder, stats=None, sizes=(10, 14), **changed):
     start = 0
     for i, size in enumerate(sizes):
         part = slice(start, start := start + size)
-        tensors = {
-            "latents": MEAN[part],
-            "latents_flip": MEAN[part, ..., ::-1],
-            "labels": LABELS[part],
-        } | changed
-        tensors = {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in tensors.items()}
+        arrays = {"latents": MEAN[part], "latents_flip": MEAN[part, ..., ::-1], "labels": LABELS[part]}
+        tensors = {key: torch.from_numpy(value.copy()) for key, value in (arrays | changed).items()}
         save_file(tensors, folder / f"latents_rank00_shard{i:03d}.safetensors")
     stats = {"mean": torch.tensor(VAVAE_MEAN), "std": torch.tensor(STDS)[None]} if stats is None else stats
     torch.save(stats, folder / "latents_stats.pt")

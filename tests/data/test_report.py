@@ -68,14 +68,11 @@ def test_flips_are_drawn_next_to_their_images(tmp_path, vae, monkeypatch):
 
 
 def test_masks_are_shown(tmp_path, vae, capsys):
-    pictures = {}
-    for name in ("plain", "masked"):
-        masks = None
-        if name == "masked":
-            masks = np.zeros((4, 16, 16), np.uint8)
-            masks[1:, :, :8] = 255
-        stored = np.random.default_rng(0).standard_normal((4, 4, 16, 16))
-        write_latents(tmp_path / name, stored, masks=masks, encoder=vae)
+    pictures, masks = {}, np.zeros((4, 16, 16), np.uint8)
+    masks[1:, :, :8] = 255
+    stored = np.random.default_rng(0).standard_normal((4, 4, 16, 16))
+    for name, given in (("plain", None), ("masked", masks)):
+        write_latents(tmp_path / name, stored, masks=given, encoder=vae)
         call(tmp_path / name)
         pictures[name] = np.asarray(Image.open(tmp_path / f"{name}_report.png").convert("L")).astype(int)
     out = capsys.readouterr().out
@@ -92,11 +89,8 @@ def test_with_many_classes_only_the_extremes_are_listed(tmp_path):
     assert lines[0] == "classes    100, with 3 to 3 entries, median 3"
     names = ("0", "2", *map(str, range(2, 100)))
     dataset = write_latents(tmp_path / "b", np.zeros((300, 1, 4, 4)), np.arange(300) % 100, class_names=names)
-    assert [line.split(maxsplit=1)[1] for line in report.count_classes(dataset)[1:4]] == [
-        "class 0",
-        "1 2",
-        "class 2",
-    ]
+    shown = [line.split(maxsplit=1)[1] for line in report.count_classes(dataset)[1:4]]
+    assert shown == ["class 0", "1 2", "class 2"]
 
 
 def test_grey_pixels_without_classes_are_drawn(tmp_path, monkeypatch, capsys):

@@ -4,16 +4,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from data import (
-    LatentDataset,
-    LatentManifest,
-    StreamOrder,
-    entries_by_step,
-    held_out_batches,
-    mask_coverage,
-    stream,
-    synthetic,
-)
+from data import LatentDataset, LatentManifest, synthetic
+from data.stream import StreamOrder, entries_by_step, held_out_batches, mask_coverage, stream
 from tests.data.test_latents import write_flipped
 
 
@@ -128,15 +120,12 @@ def test_held_out_batches_are_the_same_on_any_number_of_processes():
     ids = dataset.held_out_ids
     results = []
     for world_size in (1, 2, 5):
-        parts = {}
+        batches = []
         for rank in range(world_size):
             share = torch.device("cpu"), rank, world_size
-            parts |= {
-                index: tensors for index, *tensors in held_out_batches(dataset, 2, *share, with_masks=True)
-            }
-        results.append(
-            [torch.cat(tensors) for tensors in zip(*(parts[i] for i in sorted(parts)), strict=True)]
-        )
+            batches += held_out_batches(dataset, 2, *share, with_masks=True)
+        _, *columns = zip(*sorted(batches, key=lambda batch: batch[0]), strict=True)
+        results.append([torch.cat(column) for column in columns])
     for latents, labels, weights in results:
         np.testing.assert_allclose(latents[:, 0], (moments[ids, 0] - 2) * 0.5, rtol=1e-6)
         assert torch.equal(latents, results[0][0])
@@ -166,9 +155,7 @@ def test_synthetic_data_is_a_function_of_its_seed():
 
 
 def test_all_micro_batches_of_a_step_know_its_largest_mask():
-    masks = np.zeros((20, 4, 4), np.uint8)
-    for entry in range(20):
-        masks[entry].flat[: entry % 17] = 1
+    masks = (np.arange(16) < np.arange(20)[:, None] % 17).reshape(20, 4, 4).astype(np.uint8)
     dataset = masked(small_data(), masks, "segmentation")
     steps = order(dataset.train_ids, batch_size=8, micro_batch_size=8)
     expected = [max(entry % 17 for entry in batch) for batch in first(steps, 5)]
@@ -181,8 +168,6 @@ def test_all_micro_batches_of_a_step_know_its_largest_mask():
 
 
 def test_mask_coverage_uses_the_largest_mask_of_each_batch():
-    masks = np.zeros((8, 4, 4), np.uint8)
-    for entry in range(8):
-        masks[entry].flat[: 2 * entry] = 255
+    masks = 255 * (np.arange(16) < 2 * np.arange(8)[:, None]).reshape(8, 4, 4).astype(np.uint8)
     dataset = masked(small_data(num_classes=0, num_held_out=0, num_entries=8), masks, "mask")
     assert mask_coverage(dataset, covered, batch_size=4) == np.mean([6 / 16, 14 / 16])

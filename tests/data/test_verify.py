@@ -61,9 +61,7 @@ def test_missing_truncated_and_too_long_files_are_found(folder):
     assert len(damages_of(folder)) == 1
     (folder / "latents.npy").write_bytes(whole)
     (folder / "labels.npy").unlink()
-    assert damages_of(folder) == [
-        f"{folder / 'labels.npy'}: block 0 cannot be read: No such file or directory"
-    ]
+    assert damages_of(folder) == [f"{folder}/labels.npy: block 0 cannot be read: No such file or directory"]
 
 
 def call(path):

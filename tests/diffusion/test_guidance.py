@@ -7,21 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from diffusion import (
-    CFG,
-    AutoGuidance,
-    Branch,
-    EDMPrecond,
-    FlowPath,
-    FlowPrecond,
-    InternalGuidance,
-    PathDropGuidance,
-    SparseGuidance,
-    edm_sampler,
-    generate,
-)
+from diffusion import EDMPrecond, FlowPath, FlowPrecond, edm_sampler, generate
 from diffusion.generate import cost_of_evaluations, count_evaluations, expected_times
-from diffusion.guidance import predict
+from diffusion.guidance import CFG, AutoGuidance, Branch, InternalGuidance, PathDropGuidance, SparseGuidance
+from diffusion.guidance.guidance import predict
 from models.rejoin import Fuse, Mask
 from routing import Routing, grid_router
 from tests.networks import BLOCKS, PAPER, small_batch, small_dit

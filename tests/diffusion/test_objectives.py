@@ -6,41 +6,14 @@ from functools import partial
 import pytest
 import torch
 
-from diffusion import (
-    DDPMLoss,
-    DDPMPath,
-    DDPMPrecond,
-    EDMLoss,
-    EDMPath,
-    EDMPrecond,
-    FlowLoss,
-    FlowPath,
-    FlowPrecond,
-    VEPath,
-    VPPath,
-    X0Loss,
-    X0Precond,
-    ode_sampler,
-    on_path,
-    respaced_times,
-)
-from diffusion.ddpm import variational_bound
-from diffusion.samplers.ode import velocity
-from tests.networks import small_batch, small_dit
+from diffusion import EDMLoss, EDMPrecond, FlowLoss, FlowPrecond, X0Loss, X0Precond, respaced_times
+from diffusion.ddpm import DDPMLoss, DDPMPath, DDPMPrecond, variational_bound
+from diffusion.path import EDMPath, FlowPath, VEPath, VPPath, on_path
+from diffusion.samplers.ode import ode_sampler, velocity
+from tests.networks import Field, seeded, small_batch, small_dit
 
 PATHS = {"edm": EDMPath(), "flow": FlowPath(), "ddpm": DDPMPath(), "vp": VPPath(), "ve": VEPath()}
 MEAN, STD = 0.3, 0.5  # the data of these tests: one Gaussian
-
-
-class Field(torch.nn.Module):
-    """A network from a function of its input and the noise level; in float64."""
-
-    def __init__(self, write):
-        super().__init__()
-        self.write, self.weight = write, torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-
-    def forward(self, x, c_noise, class_labels, *, routing=None, generator=None):
-        return self.write(x, c_noise.view(-1, 1, 1, 1))
 
 
 def best(path, x, t):
@@ -107,21 +80,15 @@ def test_the_schedule_of_ddpm_is_as_in_the_paper():
 
 def test_a_field_written_for_each_objective_gives_the_same_samples():
     """Networks that know the best denoiser, each with the output of its objective, draw the same samples."""
-    noise, steps = torch.randn(64, 1, 2, 2, generator=torch.Generator().manual_seed(0)), DDPMPath()
+    noise, steps = torch.randn(64, 1, 2, 2, generator=seeded()), DDPMPath()
 
-    def sample(precond):
-        def denoise(x, t):
-            return precond(x, t, None)
-
-        # On whole steps, because a DDPM network rounds the time.
-        denoise = on_path(denoise, precond.path, steps)
+    def sample(denoise):  # on whole steps, because a DDPM network rounds the time
         return ode_sampler(denoise, noise, steps, num_steps=50, times=respaced_times, solver="euler")
 
-    expected = ode_sampler(
-        partial(best, steps), noise, steps, num_steps=50, times=respaced_times, solver="euler"
-    )
+    expected = sample(partial(best, steps))
     for precond in PRECONDS.values():
-        torch.testing.assert_close(sample(precond), expected, rtol=1e-9, atol=1e-9)
+        denoise = on_path(partial(precond, class_labels=None), precond.path, steps)
+        torch.testing.assert_close(sample(denoise), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -276,7 +243,3 @@ def test_the_error_of_the_inner_head_is_added_in_training(weight, learn_sigma):
     final, inner = losses(False), losses(False, swapped=True)
     torch.testing.assert_close(losses(True), final + weight * inner)
     assert not torch.allclose(final, inner)
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)

@@ -8,22 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion import (
-    DDPMPath,
-    EDMPath,
-    FlowPath,
-    adaptive_sampler,
-    ddpm_sampler,
-    edm_sampler,
-    iddpm_times,
-    ode_sampler,
-    respaced_times,
-    rho_times,
-    sde_sampler,
-    uniform_times,
-    ve_times,
-    vp_times,
-)
+from diffusion import DDPMPath, EDMPath, FlowPath
+from diffusion.samplers import adaptive_sampler, ddpm_sampler, edm_sampler, ode_sampler, sde_sampler
+from diffusion.samplers.times import iddpm_times, respaced_times, rho_times, uniform_times, ve_times, vp_times
 
 PATHS = {"edm": EDMPath(), "flow": FlowPath(), "ddpm": DDPMPath()}
 WEIGHTS, MEANS, STDS = (torch.tensor(v, dtype=torch.float64) for v in ([0.3, 0.7], [-1.0, 0.6], [0.2, 0.3]))
@@ -64,13 +51,10 @@ SAMPLERS = {
     "ddpm, learned": partial(ddpm_sampler, num_steps=300),
     "ddpm, small": partial(ddpm_sampler, num_steps=300, variance="small"),
     "ddpm, large": partial(ddpm_sampler, num_steps=300, variance="large"),
-    **{
-        f"sde, {name}": partial(
-            sde_sampler, num_steps=250, times=NEAR_DATA, coefficient=name, last_step="denoised"
-        )
-        for name in ("constant", "sbdm", "sigma", "linear", "decreasing", "increasing_decreasing")
-    },
 }
+sde = partial(sde_sampler, num_steps=250, times=NEAR_DATA, last_step="denoised")
+for name in ("constant", "sbdm", "sigma", "linear", "decreasing", "increasing_decreasing"):
+    SAMPLERS[f"sde, {name}"] = partial(sde, coefficient=name)
 
 
 def _randn_like(x, generator):
@@ -112,30 +96,22 @@ def test_any_sampler_draws_two_points(name):
 @pytest.mark.parametrize("solver, order", [("euler", 1), ("heun", 2)])
 def test_solvers_have_their_order(path, solver, order):
     """The flow of a Gaussian is known: x_t / std(x_t) is constant."""
-    noise = torch.tensor([[[[1.0]]]], dtype=torch.float64)
+    noise = torch.ones(1, 1, 1, 1, dtype=torch.float64)
     denoise = mixture(path, *torch.tensor([[1.0], [0.0], [0.5]], dtype=torch.float64))
-    t_max = 0.9 * path.t_max
-    start = {"times": partial(uniform_times, t_max=torch.tensor(t_max).item(), t_min=0.3 * path.t_max)}
-
-    def flow(num_steps):
-        seen = []
-
-        def record(x, t):
-            seen.append((x, t))
-            return denoise(x, t)
-
-        ode_sampler(record, noise, path, num_steps=num_steps, solver=solver, **start)
-        return seen[-1]
+    first = torch.tensor(0.9 * path.t_max, dtype=torch.float64)
+    times = partial(uniform_times, t_max=first.item(), t_min=0.3 * path.t_max)
 
     def std(t):
         return (path.alpha(t) ** 2 * 0.25 + path.sigma(t) ** 2).sqrt()
 
-    errors = []
-    for num_steps in (33, 65):
-        x, t = flow(num_steps)
-        first = torch.tensor(t_max, dtype=torch.float64)
-        errors.append((x - path.sigma(first) / std(first) * std(t)).abs().item())
-    assert math.log2(errors[0] / errors[1]) == pytest.approx(order, abs=0.25)
+    def error(num_steps):
+        seen = []
+        record = lambda x, t: seen.append((x, t)) or denoise(x, t)  # noqa: E731
+        ode_sampler(record, noise, path, num_steps=num_steps, times=times, solver=solver)
+        x, t = seen[-1]
+        return (x - path.sigma(first) / std(first) * std(t)).abs().item()
+
+    assert math.log2(error(33) / error(65)) == pytest.approx(order, abs=0.25)
 
 
 @pytest.mark.parametrize(("S_churn", "gamma"), [(1, 1 / 4), (40, math.sqrt(2) - 1)])

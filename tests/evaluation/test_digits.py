@@ -8,34 +8,16 @@ from PIL import Image
 import fid
 from builders import references, scoring
 from data import IdentityEncoder, digits, real_images
-from evaluation import (
-    ArrayImages,
-    DigitClassifier,
-    LabelAccuracy,
-    Reference,
-    ScoreSamples,
-    Suite,
-    frechet_distance,
-)
-from evaluation.pictures import (
-    OVER_TIME,
-    interleave_classes,
-    row_height,
-    save_grid,
-    save_over_time,
-    text_picture,
-)
+from evaluation import ArrayImages, ScoreSamples, frechet_distance, pictures
 from runtime.errors import UserError
-from runtime.launch import ALONE, Launch
+from runtime.launch import ALONE
 from runtime.pictures import CAPTION_HEIGHT
 from tests.runs import TINY, composed, tiny_trainer, validated
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    return digits(
-        str(tmp_path_factory.mktemp("data") / "digits"), input_size=8, in_channels=1, num_classes=10
-    )
+    return digits(str(tmp_path_factory.mktemp("data") / "digits"), 8, in_channels=1, num_classes=10)
 
 
 def suite_of(name, dataset, **options):
@@ -113,11 +95,9 @@ def test_missing_labels_that_a_metric_needs_are_refused(dataset):
         scored(suite_of("digits", dataset), np.zeros((9, 8, 8, 1), np.uint8), None)
 
 
-def test_a_detector_that_is_fitted_takes_no_batch_size():
-    reference = Reference(images=ArrayImages(np.zeros((9, 8, 8, 1), np.uint8)), labels=np.arange(9))
-    options = {"num_samples": 5, "labels": "random", "launch": Launch(0, 2), "batch_size": 3}
+def test_a_detector_that_is_fitted_takes_no_batch_size(dataset):
     with pytest.raises(ValueError, match="batch_size=3 must be null for a detector that is fitted"):
-        Suite(reference, detector=DigitClassifier(), metrics={"accuracy": LabelAccuracy()}, **options)
+        suite_of("digits", dataset, batch_size=3)
 
 
 class Drawn(ArrayImages):
@@ -145,21 +125,21 @@ def test_a_reference_too_large_for_memory_is_refused(dataset, monkeypatch):
 
 def test_classes_alternate_in_a_picture():
     labels = np.array([3, 1, 1, 0, 3, 3, 1, 2])
-    order = interleave_classes(labels)
+    order = pictures.interleave_classes(labels)
     assert labels[order].tolist() == [0, 1, 2, 3, 1, 3, 1, 3]
     assert order.tolist() == [3, 1, 7, 0, 2, 4, 6, 5], "images of a class keep their order"
 
 
 def test_pictures(tmp_path, dataset):
     images, _ = real_images(dataset, np.arange(12), IdentityEncoder())
-    save_grid(images, tmp_path / "new" / "grid.png", columns=10)
+    pictures.save_grid(images, tmp_path / "new" / "grid.png", columns=10)
     picture = np.asarray(Image.open(tmp_path / "new" / "grid.png"))
     assert picture.shape == (2 * 68, 10 * 68)
     assert np.array_equal(picture[2:66:8, 2:66:8], images[0, :, :, 0])
     assert not picture[68:, 2 * 68 :].any()
     colour = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
-    assert save_grid(colour[:1], tmp_path / "one.png", columns=10).shape == (68, 68, 3)
-    save_grid(colour, tmp_path / "colour.png", columns=2)
+    assert pictures.save_grid(colour[:1], tmp_path / "one.png", columns=10).shape == (68, 68, 3)
+    pictures.save_grid(colour, tmp_path / "colour.png", columns=2)
     rows = np.split(np.asarray(Image.open(tmp_path / "colour.png")), 2)
     tiles = [tile for row in rows for tile in np.split(row, 2, axis=1)]
     assert all(np.array_equal(tile[2:66, 2:66], image) for tile, image in zip(tiles, colour, strict=True))
@@ -168,9 +148,9 @@ def test_pictures(tmp_path, dataset):
 
 def test_captions_are_above_the_first_row_with_new_ones(tmp_path):
     images = np.full((6, 64, 64, 1), 100, np.uint8)
-    plain = save_grid(images, tmp_path / "plain.png", 2)
-    same = save_grid(images, tmp_path / "same.png", 2, ["a", "b"] * 3)
-    other = save_grid(images, tmp_path / "other.png", 2, ["a", "b", "a", "b", "c", "d"])
+    plain = pictures.save_grid(images, tmp_path / "plain.png", 2)
+    same = pictures.save_grid(images, tmp_path / "same.png", 2, ["a", "b"] * 3)
+    other = pictures.save_grid(images, tmp_path / "other.png", 2, ["a", "b", "a", "b", "c", "d"])
     assert [len(grid) - len(plain) for grid in (same, other)] == [CAPTION_HEIGHT, 2 * CAPTION_HEIGHT]
     assert np.array_equal(same[CAPTION_HEIGHT:], plain)
     left, right = np.split(same[:CAPTION_HEIGHT], 2, axis=1)
@@ -181,9 +161,9 @@ def test_the_first_rows_of_all_steps_are_one_picture(tmp_path):
     (tmp_path / "step_00000250_n9_seed0_2steps.png").write_bytes(b"a picture of sample.py")
     for step, shade in ((250, 50), (500, 200)):
         images = np.full((20, 64, 64, 1), shade, np.uint8)
-        save_grid(images, tmp_path / f"step_{step:08d}.png", 10, [*"abcdefghij"] * 2)
-        save_over_time(tmp_path, row_height(images, ["a"], 10))
-    picture = np.asarray(Image.open(tmp_path / OVER_TIME))
+        pictures.save_grid(images, tmp_path / f"step_{step:08d}.png", 10, [*"abcdefghij"] * 2)
+        pictures.save_over_time(tmp_path, pictures.row_height(images, ["a"], 10))
+    picture = np.asarray(Image.open(tmp_path / pictures.OVER_TIME))
     height = 2 * CAPTION_HEIGHT + 68
     assert picture.shape == (2 * height, 680, 3)
     assert [picture[i * height + 2 * CAPTION_HEIGHT + 10, 10, 0] for i in range(2)] == [50, 200]
@@ -193,5 +173,5 @@ def test_the_first_rows_of_all_steps_are_one_picture(tmp_path):
 def test_text_pictures_show_small_grey_images_only():
     image = np.zeros((1, 4, 3, 1), np.uint8)
     image[0, 0, 0] = image[0, 1, 1] = image[0, 2, 2] = image[0, 3, 2] = 255
-    assert text_picture(image) == "▀▄ \n  █"
-    assert text_picture(np.zeros((1, 256, 256, 3), np.uint8)) == ""
+    assert pictures.text_picture(image) == "▀▄ \n  █"
+    assert pictures.text_picture(np.zeros((1, 256, 256, 3), np.uint8)) == ""

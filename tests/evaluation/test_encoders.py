@@ -134,13 +134,8 @@ def test_one_pass_extracts_the_features_of_all_encoders(folder, tmp_path):
     def scores(encoders, cache=None):
         metrics = {name: FrechetDistance(name, name) for name in encoders}
         metrics["dc"] = DensityCoverage("vit") if "vit" in encoders else DensityCoverage("pool")
-        options = {
-            "encoders": encoders,
-            "encoder_weights": str(folder),
-            "metrics": metrics,
-            "features": cache,
-        }
-        suite = adm_suite(Counting(FEW), open_reference(tmp_path / "real.npz", open_images), **options)
+        keys = {"encoders": encoders, "encoder_weights": str(folder), "metrics": metrics, "features": cache}
+        suite = adm_suite(Counting(FEW), open_reference(tmp_path / "real.npz", open_images), **keys)
         kept = cache and suite.cache("samples", {"samples": "x"}, samples)
         return suite.score(samples, None, kept).values
 

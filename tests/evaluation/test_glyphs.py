@@ -53,11 +53,9 @@ def test_scores_tell_good_from_bad(suite, held_out):
 def test_invisible_noise_changes_the_distance_little(suite, held_out):
     images, labels = held_out
     rng = np.random.default_rng(0)
-    noisy = [
-        np.clip(np.rint(images + rng.normal(0, strength, images.shape)), 0, 255).astype(np.uint8)
-        for strength in (10, 80)
-    ]
-    real, invisible, visible = (scored(suite, pixels, labels) for pixels in (images, *noisy))
+    noisy = (images + rng.normal(0, strength, images.shape) for strength in (10, 80))
+    pixels = [images, *(x.round().clip(0, 255).astype(np.uint8) for x in noisy)]
+    real, invisible, visible = (scored(suite, x, labels) for x in pixels)
     key = "fd_classifier"
     assert abs(invisible[key] - real[key]) < 0.1 * real[key]
     assert visible[key] > 2 * real[key]

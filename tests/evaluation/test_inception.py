@@ -41,9 +41,7 @@ def test_spatial_features_are_the_first_seven_channels_row_by_row(detector):
 
 
 def tf1_resize(image, size):
-    """TensorFlow 1's bilinear rule in plain numpy: source = target * (old / new), no half-pixel centres, no
-    antialiasing.
-    """
+    """TensorFlow 1's bilinear rule: source = target * (old / new), without half-pixel centres."""
 
     def weights(old):
         position = np.arange(size) * np.float32(old / size)
@@ -60,9 +58,7 @@ def tf1_resize(image, size):
 def test_images_are_resized_by_the_rule_of_the_graph(detector, size):
     images = RNG.integers(0, 256, (1, *size, 3), dtype=np.uint8)
     seen = []
-    hook = detector._network.Conv2d_1a_3x3.register_forward_pre_hook(
-        lambda module, inputs: seen.append(inputs[0])
-    )
+    hook = detector._network.Conv2d_1a_3x3.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     detector(images)
     hook.remove()
     expected = (tf1_resize(images[0].astype(np.float32), 299) - 128) / 128
@@ -101,10 +97,8 @@ def test_random_weights_are_used_and_marked(tmp_path, weights):
     with pytest.raises(ValueError, match="not the published one"):
         read_weights(file)
     images = Reference(images=ArrayImages(np.concatenate([IMAGES, IMAGES])))
-    for source, checked, key in (
-        (file, RANDOM_WEIGHTS, "fid4_of_random_weights"),
-        (weights, "names and shapes", "fid4"),
-    ):
+    cases = ((file, RANDOM_WEIGHTS, "fid4_of_random_weights"), (weights, "names and shapes", "fid4"))
+    for source, checked, key in cases:
         _, record = read_weights(source, allow_unpublished=True)
         assert record["checked"] == checked
         suite = adm_suite(SimpleNamespace(record=record), images)

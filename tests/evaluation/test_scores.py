@@ -7,25 +7,18 @@ import pytest
 import torch
 from scipy.spatial.distance import cdist
 
-from evaluation import (
-    Authenticity,
-    Cmmd,
-    DensityCoverage,
-    FrechetDistance,
-    FrechetRatio,
-    InfiniteFrechetDistance,
-    KernelDistance,
-    LabelAccuracy,
-    PrecisionRecall,
-    VendiScore,
-    frechet_distance,
-)
+from evaluation import Authenticity, Cmmd, DensityCoverage, KernelDistance, LabelAccuracy, VendiScore
 from evaluation.detectors.encoders import EncoderDetector
 from evaluation.features import FeatureSet
 from evaluation.intervals import standard_errors
 from evaluation.metrics import FeatureMetric, neighbours
+from evaluation.metrics.frechet import FrechetDistance, frechet_distance
+from evaluation.metrics.frechet_infinite import InfiniteFrechetDistance
+from evaluation.metrics.frechet_ratio import FrechetRatio
+from evaluation.metrics.precision_recall import PrecisionRecall
 from evaluation.reference import Gaussian
 from evaluation.statistics import AllFeatures, FeatureStatistics
+from tests.evaluation.test_metrics import features_of
 
 
 def features(n, size=6, shift=0.0, seed=0):
@@ -43,12 +36,8 @@ def compare(metric, *sets):
     return metric.compare(*(torch.as_tensor(features) for features in sets))
 
 
-def kept(x):
-    return FeatureSet({(AllFeatures, "x"): AllFeatures(x.shape[-1]).update(x, 0)})
-
-
 def vendi_score(x):
-    return VendiScore("x")(FeatureSet(), kept(x))["vendi"]
+    return VendiScore("x")(FeatureSet(), features_of(x))["vendi"]
 
 
 @pytest.mark.parametrize("sizes", [(40, 30), (30, 1100)])
@@ -123,9 +112,7 @@ def test_the_vendi_score_of_orthogonal_and_equal_features():
         values = values[values > 1e-12]
         assert vendi_score(x) == pytest.approx(np.exp(-(values * np.log(values)).sum()))
     for wrong in (np.zeros((3, 2)), np.full((3, 2), np.nan), np.ones((0, 2)), np.ones((2, 2, 2))):
-        with pytest.raises(
-            ValueError, match=r"of the Vendi score must be \(number of images, number of feat"
-        ):
+        with pytest.raises(ValueError, match=r"of the Vendi score must be \(number of images,"):
             vendi_score(wrong)
 
 
@@ -156,10 +143,7 @@ def test_the_frechet_ratio_is_the_mean_over_encoders():
     one, other = (FrechetDistance(name, name)(*sets)[name] for name in names)
     metric = FrechetRatio("fdr", {"a": 2.0, "b": 0.5})
     assert metric(*sets) == pytest.approx({"fdr": (one / 2 + other / 0.5) / 2, "fd_a": one, "fd_b": other})
-    for wrong, message in (
-        ({}, "must have a distance"),
-        ({"a": 0.0}, r"of_validation\.a=0\.0 must be greater"),
-    ):
+    for wrong, message in (({}, "must have a distance"), ({"a": 0.0}, r"of_validation\.a=0\.0 must be")):
         with pytest.raises(ValueError, match=message):
             FrechetRatio("fdr", wrong)
     assert {*metric.needs} == {(FeatureStatistics, "a"), (FeatureStatistics, "b")}
@@ -170,7 +154,7 @@ def test_features_that_cannot_be_compared_are_refused():
     for wrong in (np.full((9, 6), np.nan), np.ones((9, 6, 2)), features(3)):  # it needs 4
         for name, sets in (("reference", (wrong, good)), ("samples", (good, wrong))):
             with pytest.raises(ValueError, match=rf"of the {name} must be \(.*, and finite"):
-                metric(*map(kept, sets))
+                metric(*map(features_of, sets))
 
 
 METRICS = [

@@ -9,15 +9,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-import torch
-from safetensors.torch import load_file
 
-from tests.runs import ROOT, TINY, metrics
-from training.checkpoint import damage_of, latest_checkpoint, steps_in
+from tests.runs import ROOT, TINY
+from tests.training.test_trainer import assert_same_run
+from training.checkpoint import damage_of, steps_in
 
 BIN = Path(sys.executable).parent
 INJECT = Path(__file__).with_name("inject.py")
@@ -62,10 +62,8 @@ def process_tree(process: subprocess.Popen) -> list[psutil.Process]:
 
 def kill(processes: list[psutil.Process]) -> None:
     for victim in processes:
-        try:
+        with suppress(psutil.NoSuchProcess):  # it has just ended
             victim.kill()
-        except psutil.NoSuchProcess:
-            continue  # it has just ended
 
 
 def program(launcher, *overrides, folder, fault=()) -> subprocess.CompletedProcess:
@@ -153,14 +151,12 @@ class KilledRun:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Describe differences between two runs that should be equal; clocks are ignored."""
-    checkpoints = latest_checkpoint(one), latest_checkpoint(other)
-    different = []
-    for file in sorted(checkpoints[0].glob("*.safetensors")):
-        first, second = load_file(file), load_file(checkpoints[1] / file.name)  # in any order
-        same = first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
-        different += [] if same else [f"{file.name} of {other}"]
-    return different + ([] if metrics(one) == metrics(other) else [f"metrics of {other}"])
+    """Describe a difference between two runs that should be equal; clocks are ignored."""
+    try:
+        assert_same_run(one, other)
+    except AssertionError as error:
+        return [f"{other}: {error}"]
+    return []
 
 
 def kill_often(

@@ -35,9 +35,8 @@ def flip(file):
 
 DAMAGES = {"cut": cut, "flipped bit": flip, "empty": lambda file: os.truncate(file, 0), "gone": Path.unlink}
 FILES = ("net.safetensors", "ema.safetensors", "optimizer.safetensors", "state.json", "SHA256SUMS")
-
-
 DAMAGED = [*((FILES[0], damage) for damage in DAMAGES), *((name, "flipped bit") for name in FILES[1:])]
+REPLACED = ("no digests", "empty", "file", "dangling link", "link in a circle")
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGED)
@@ -94,11 +93,7 @@ def replace_checkpoint(checkpoint, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "before"),
-    [
-        *((kind, None) for kind in ("no digests", "empty", "file", "dangling link", "link in a circle")),
-        *(("no digests", before) for before in ("empty", "file", "dangling link")),
-    ],
+    ("kind", "before"), [*product(REPLACED, [None]), *product(["no digests"], REPLACED[1:4])]
 )
 def test_an_invalid_checkpoint_is_renamed_over_anything(tmp_path, whole, kind, before):
     shutil.copytree(whole, tmp_path / "run")
@@ -256,24 +251,6 @@ def test_a_folder_that_is_in_use_is_left_alone(tmp_path, monkeypatch, capsys):
     run_training(trainer, run)
     assert not (tmp_path / ".lock").exists()
     tiny_run(tmp_path, "train.total_steps=8")
-
-
-def test_a_damaged_manifest_or_configuration_of_a_run_is_named(tmp_path):
-    tiny_run(tmp_path, "train.total_steps=2")
-    for name, content in product(("config.yaml", "manifest.json"), ("[1", "5")):
-        before = (tmp_path / name).read_text()
-        (tmp_path / name).write_text(content)
-        with pytest.raises(ValueError, match=rf"{name} is damaged"):
-            tiny_trainer(tmp_path)
-        (tmp_path / name).write_text(before)
-
-
-def test_missing_lines_before_a_checkpoint_are_reported(tmp_path, capsys):
-    tiny_run(tmp_path, "train.total_steps=4", "train.log_every=1")
-    (tmp_path / "metrics.jsonl").write_text("")
-    tiny_run(tmp_path, "train.log_every=1")
-    assert "at the checkpoint: lines are missing" in capsys.readouterr().out
-    assert [line["step"] for line in metrics(tmp_path)] == [5, 6]
 
 
 def test_a_picture_without_disk_space_does_not_stop_a_run(tmp_path, capsys):

@@ -3,8 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
-from itertools import product
 
 import pytest
 
@@ -12,26 +10,15 @@ from runtime.errors import UserError
 from runtime.lock import TRY_AGAIN
 from tests.faults.killing import ENVIRONMENT, ONE, TWO, program
 from tests.runs import ROOT, TINY, before_each_step, metrics, tiny_run, tiny_trainer
+from tests.runtime.test_lock import holder
 from training.fit import run_training
 from training.run_folder import RunFolder
-
-HOLDER = "import sys, time; from training.run_folder import RunFolder; RunFolder(sys.argv[1]).lock()\n"
-HOLDER += "print('held', flush=True); time.sleep(float(sys.argv[2]))"
-
-
-def holder(folder, seconds):
-    """Start a process that locks a run folder."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(folder), str(seconds)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "held\n"
-    return process
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [ONE, TWO])
 def test_a_second_start_names_the_process_in_the_folder_and_exits_or_waits(tmp_path, launcher):
-    with holder(tmp_path / "runs/r", 120) as process:
+    with holder(tmp_path / "runs/r") as process:
         refused = program(launcher, folder=tmp_path)
         # Launchers have their own exit status.
         assert refused.returncode == (TRY_AGAIN if launcher == ONE else 1)
@@ -52,15 +39,20 @@ def test_a_second_start_names_the_process_in_the_folder_and_exits_or_waits(tmp_p
     assert json.loads((tmp_path / "runs/r/manifest.json").read_text())["status"] == "finished"
 
 
-def test_a_missing_file_of_a_run_is_named(tmp_path):
+def test_a_missing_or_damaged_file_of_a_run_is_named(tmp_path):
     tiny_run(tmp_path, "train.total_steps=4")
     rule = "restore it, or choose another folder with run_name=NAME"
-    for name, total_steps in product(("config.yaml", "manifest.json"), (4, 6)):
+    for name in ("config.yaml", "manifest.json"):
         content = (tmp_path / name).read_text()
         (tmp_path / name).unlink()
-        with pytest.raises(FileNotFoundError) as error:
-            tiny_trainer(tmp_path, f"train.total_steps={total_steps}")
-        assert str(error.value) == f"output_dir={tmp_path} has a run without {name}: {rule}"
+        for total_steps in (4, 6):
+            with pytest.raises(FileNotFoundError) as error:
+                tiny_trainer(tmp_path, f"train.total_steps={total_steps}")
+            assert str(error.value) == f"output_dir={tmp_path} has a run without {name}: {rule}"
+        for damaged in ("[1", "5"):
+            (tmp_path / name).write_text(damaged)
+            with pytest.raises(ValueError, match=rf"{name} is damaged"):
+                tiny_trainer(tmp_path)
         (tmp_path / name).write_text(content)
     tiny_run(tmp_path)
 

@@ -1,10 +1,9 @@
-"""Signals, time limits and dead launchers: the run finishes and saves the step, and resumes like an
-undisturbed run.
-"""
+"""Signals, time limits and dead launchers: the run finishes and saves the step, and resumes bitwise."""
 
 import os
 import signal
 import time
+from unittest import mock
 
 import psutil
 import pytest
@@ -32,19 +31,10 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("number", "at", "reason"),
-    [
-        (signal.SIGTERM, 3, "SIGTERM"),
-        (signal.SIGUSR1, 4, "SIGUSR1"),
-        (signal.SIGINT, 1, INTERRUPT),
-        (signal.SIGTERM, 5, "SIGTERM"),
-    ],
-)
-def test_a_signal_saves_after_the_step_and_the_run_resumes_bitwise(
-    tmp_path, whole, number, at, reason, capsys
-):
+@pytest.mark.parametrize(("name", "at"), [("SIGTERM", 3), ("SIGUSR1", 4), ("SIGINT", 1), ("SIGTERM", 5)])
+def test_a_signal_saves_after_the_step_and_the_run_resumes_bitwise(tmp_path, whole, capsys, name, at):
     """Also at a step without a save, between log points, and before the last evaluation."""
+    number, reason = signal.Signals[name], INTERRUPT if name == "SIGINT" else name
     options = ("train.eval_every=4",)
     trainer, run = tiny_trainer(tmp_path / "run", *options)
     before_each_step(trainer, lambda step: step == at and os.kill(os.getpid(), number))
@@ -94,15 +84,8 @@ def test_a_resume_writes_a_missing_last_line(tmp_path):
     """Kill between the last checkpoint and the last line, which is not at a log point."""
     tiny_run(tmp_path / "whole", "train.log_every=4")
     trainer, run = tiny_trainer(tmp_path / "run", "train.log_every=4")
-
-    log = trainer.recorder.log
-
-    def killed_at_the_end(step, num_images, values):
-        if step == 6:
-            raise KeyboardInterrupt
-        log(step, num_images, values)
-
-    trainer.recorder.log = killed_at_the_end
+    second_line_fails = {"side_effect": [mock.DEFAULT, KeyboardInterrupt]}
+    trainer.recorder.log = mock.Mock(wraps=trainer.recorder.log, **second_line_fails)
     with pytest.raises(KeyboardInterrupt):
         run_training(trainer, run)
     assert trainer.saved_step == 6
@@ -195,9 +178,8 @@ LAUNCHES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_a_launcher_ends_with_a_checkpoint_and_a_status(tmp_path, name):
-    launcher, number, reason = LAUNCHES[name]
+@pytest.mark.parametrize(("launcher", "number", "reason"), LAUNCHES.values(), ids=LAUNCHES)
+def test_a_launcher_ends_with_a_checkpoint_and_a_status(tmp_path, launcher, number, reason):
     killed, process = started(tmp_path, launcher)
     workers = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)

@@ -2,24 +2,9 @@ import pytest
 import torch
 
 from models import DiT
-from models.layers import GELU, TimestepEmbedder, attention, resolve_attention, sincos_position_table
+from models.layers import GELU, attention, resolve_attention, sincos_position_table
 from routing import Route, Routing
-from tests.networks import PAPER, small_batch, small_dit
-
-
-def test_names_and_shapes_are_those_of_public_checkpoints():
-    D, depth = 32, 2
-    layers = {"x_embedder.proj": (D, 4, 2, 2), "t_embedder.mlp.0": (D, 256), "t_embedder.mlp.2": (D, D)}
-    layers |= {"final_layer.linear": (32, D), "final_layer.adaLN_modulation.1": (2 * D, D)}
-    for i in range(depth):
-        layers |= {f"blocks.{i}.attn.qkv": (3 * D, D), f"blocks.{i}.attn.proj": (D, D)}
-        layers |= {f"blocks.{i}.mlp.fc1": (4 * D, D), f"blocks.{i}.mlp.fc2": (D, 4 * D)}
-        layers[f"blocks.{i}.adaLN_modulation.1"] = (6 * D, D)
-    expected = {f"{name}.weight": shape for name, shape in layers.items()}
-    expected |= {f"{name}.bias": shape[:1] for name, shape in layers.items()}
-    expected |= {"y_embedder.embedding_table.weight": (1001, D), "pos_embed": (1, 16, D)}
-    net = DiT(8, 2, 4, D, depth, 4, learn_sigma=True)
-    assert {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()} == expected
+from tests.networks import PAPER, seeded, small_batch, small_dit
 
 
 def test_position_table_is_the_public_one():
@@ -29,15 +14,6 @@ def test_position_table_is_the_public_one():
     angles = torch.tensor([1.0, 0.01])
     expected = torch.cat([(2 * angles).sin(), (2 * angles).cos(), angles.sin(), angles.cos()])
     torch.testing.assert_close(table[1 * 4 + 2], expected)
-
-
-def test_noise_levels_are_embedded_as_in_public_checkpoints():
-    """Cosines, then sines, of c_noise / 10000^(i / 128), i = 0 ... 127."""
-    embedder, c_noise, seen = TimestepEmbedder(32), torch.tensor([0.3, -1.5, 20.0]), []
-    embedder.mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    embedder(c_noise)
-    angles = c_noise[:, None] / 10000 ** (torch.arange(128) / 128)
-    torch.testing.assert_close(seen[0], torch.cat([angles.cos(), angles.sin()], dim=1))
 
 
 def test_norms_add_a_millionth_to_the_variance():
@@ -77,21 +53,19 @@ def test_weights_start_as_published(init):
     assert torch.equal(net.blocks[0](x, torch.randn(2, 1, D)), x) == (init == "adaln_zero")
 
 
-@pytest.mark.parametrize(
-    ("training", "prob", "share"), [(True, 0.3, 0.3), (True, 0.7, 0.7), (False, 0.7, 0.0)]
-)
-def test_labels_are_dropped_only_in_training_with_the_given_probability(training, prob, share):
+@pytest.mark.parametrize(("training", "prob"), [(True, 0.3), (True, 0.7), (False, 0.7)])
+def test_labels_are_dropped_only_in_training_with_the_given_probability(training, prob):
     net, (*_, labels) = small_dit(class_dropout_prob=prob).train(training), small_batch(1000)
-    used = net._labels(labels, torch.Generator().manual_seed(0))
+    used = net._labels(labels, seeded())
     dropped = used == 10
     assert torch.equal(used[~dropped], labels[~dropped])
-    assert abs(dropped.float().mean() - share) < 0.05
+    assert abs(dropped.float().mean() - training * prob) < 0.05
 
 
 LATE = (Route(0.5, 0, 1), Route(0.25, 2, 3), Route(0.7, 6, -1))
 
 
-@pytest.mark.parametrize("num_prefix_tokens", [0, 3])
+@pytest.mark.parametrize("prefix", [0, 3])
 @pytest.mark.parametrize(
     ("routes", "training", "ratio", "lengths"),
     [
@@ -104,28 +78,23 @@ LATE = (Route(0.5, 0, 1), Route(0.25, 2, 3), Route(0.7, 6, -1))
         (LATE, True, (0, 0.5, 0.25), [16, 16, 8, 8, 16, 16, 12, 12]),
     ],
 )
-def test_window_is_inclusive_at_both_ends_and_only_in_training(
-    routes, training, ratio, lengths, num_prefix_tokens
-):
+def test_window_is_inclusive_at_both_ends_and_only_in_training(routes, training, ratio, lengths, prefix):
     """Several windows may touch and reach the last layer."""
-    net, seen = small_dit(routes, num_prefix_tokens=num_prefix_tokens).train(training), []
+    net, seen = small_dit(routes, num_prefix_tokens=prefix).train(training), []
     for block in net.blocks:
         block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[1]))
-    routing = None if ratio is None else Routing(ratio)
-    assert net(*small_batch(), routing=routing).shape == (4, 3, 8, 8)
-    assert seen == [num_prefix_tokens + length for length in lengths]
+    assert net(*small_batch(), routing=Routing(ratio)).shape == (4, 3, 8, 8)
+    assert seen == [prefix + length for length in lengths]
 
 
 def test_generator_draws_class_dropout_before_the_routes():
     """Dense and routed twins drop the same labels, so that they differ in their routes alone."""
-    seen = {}
-    for name, net in (("dense", small_dit().train()), ("routed", small_dit([PAPER]).train())):
-        net.y_embedder.register_forward_pre_hook(
-            lambda _, inputs, name=name: seen.setdefault(name, inputs[0])
-        )
-        net(*small_batch(64), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(seen["dense"], seen["routed"])
-    assert 0 < (seen["dense"] == 10).sum() < 20
+    seen = []
+    for net in (small_dit().train(), small_dit([PAPER]).train()):
+        net.y_embedder.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        net(*small_batch(64), generator=seeded(1))
+    assert torch.equal(*seen)
+    assert 0 < (seen[0] == 10).sum() < 20
 
 
 @pytest.mark.parametrize("num_classes", [0, 1, 2000])
@@ -162,11 +131,9 @@ def test_attention_is_explicit_on_a_cpu_in_bf16_unless_a_backend_is_given():
 
 @pytest.mark.parametrize("backend", ["sdpa", "explicit"])
 def test_every_block_takes_the_backend_of_the_network(backend, monkeypatch):
-    calls = []
+    calls, name = [], "models.layers.F.scaled_dot_product_attention"
     fused = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        "models.layers.F.scaled_dot_product_attention", lambda *qkv: calls.append(1) or fused(*qkv)
-    )
+    monkeypatch.setattr(name, lambda *qkv: calls.append(1) or fused(*qkv))
     small_dit(attention=backend)(*small_batch())
     assert len(calls) == (8 if backend == "sdpa" else 0)
 
@@ -179,9 +146,8 @@ def test_the_compiled_gelu_is_the_same_function():
     # Where 1 + tanh loses all digits in fp32, only the compiled form is exact.
     far = (x > -6.5) & (x < -5)
     torch.testing.assert_close(compiled[far].double(), reference[far], rtol=1e-3, atol=0)
-    torch.testing.assert_close(
-        *(torch.autograd.grad(y.sum(), x)[0] for y in (compiled, reference)), rtol=1e-5, atol=1e-6
-    )
+    gradients = (torch.autograd.grad(y.sum(), x)[0] for y in (compiled, reference))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

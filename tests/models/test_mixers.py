@@ -86,8 +86,7 @@ def test_a_scan_does_not_decay_over_a_gap(monkeypatch):
 
 def weighted_mean(mixer, k, v):
     """Mix one sample (L, D) by a recurrence from each end, plus the token itself."""
-    decay, total = torch.exp(-mixer.log_decay.exp() / mixer.num_tokens), 0
-    sums = []
+    decay, sums = torch.exp(-mixer.log_decay.exp() / mixer.num_tokens), []
     for values in (v, torch.ones_like(v)):
         both = torch.exp(mixer.bonus + k) * values
         for order in (range(len(k)), reversed(range(len(k)))):
@@ -96,8 +95,7 @@ def weighted_mean(mixer, k, v):
                 both[t] = both[t] + state
                 state = decay * state + torch.exp(k[t]) * values[t]
         sums.append(both)
-    total, norm = sums
-    return total / norm
+    return sums[0] / sums[1]
 
 
 def test_the_weighted_mean_of_rwkv_is_a_recurrence_from_each_end():

@@ -12,39 +12,18 @@ from builders.kept_tokens import KeptTokensLoss
 from diffusion import EDMLoss, EDMPrecond
 from models import token_mask
 from models.rejoin import Bypass, Fuse, Mask
-from routing import (
-    Adapter,
-    BlockList,
-    Route,
-    Routing,
-    attach,
-    detach,
-    grid_router,
-    norm_router,
-    random_router,
-    with_prefix,
-)
-from tests.networks import PAPER, small_batch, small_dit
+from routing import Adapter, BlockList, Route, Routing, attach, detach, with_prefix
+from routing.routers import grid_router, norm_router, random_router
+from tests.networks import PAPER, seeded, small_batch, small_dit
 
 BLOCKS = ("dit", "modern")
-VARIANTS = [
-    {"block": block, "num_prefix_tokens": 0 if block == "lightning" else 3}
-    for block in ("dit", "sprint", "modern", "lightning", "mamba", "rwkv")
-]
-VARIANTS.append({"block": "dit", "num_prefix_tokens": 0})
+PREFIXES = [("dit", 0), ("dit", 3), ("sprint", 3), ("modern", 3), ("lightning", 0), ("mamba", 3), ("rwkv", 3)]
+VARIANTS = [{"block": block, "num_prefix_tokens": P} for block, P in PREFIXES]
 # Adapter of a DiT that was built without routes.
+BY_TOKEN = {"positions": lambda positions, kept: kept.gather_joint(positions)}
+BY_TOKEN["c"] = lambda c, kept: c if c.shape[1] == 1 else kept.gather_joint(c)
 ADAPTER = Adapter(
-    [
-        BlockList(
-            "blocks",
-            tokens="x",
-            joint=True,
-            by_token={
-                "c": lambda c, kept: c if c.shape[1] == 1 else kept.gather_joint(c),
-                "positions": lambda positions, kept: kept.gather_joint(positions),
-            },
-        )
-    ],
+    BlockList("blocks", tokens="x", joint=True, by_token=BY_TOKEN),
     accepts=("x", "c_noise", "class_labels", "routing", "generator"),
     num_prefix_tokens=lambda net, arguments: net.num_prefix_tokens,
 )
@@ -55,22 +34,19 @@ OPTIONS = [{}, {"router": ROUTERS[1]}, FUSED, {"rejoin": Mask}]
 OPTIONS += [{"window": "context"}, {"window": "separate"}, {"gradient_checkpointing": True}]
 TWO_ROUTES = (Route(0.5, 1, 3), Route(0.3, 4, -2))
 # Up to 0.85: a single kept token attends to itself alone, and queries and keys rightly get no gradient.
-WINDOWS = st.lists(
-    st.tuples(st.decimals("0.07", "0.85", places=2), st.integers(0, 7)), min_size=1, max_size=4
-)
+RATIOS, LAYERS = st.decimals("0.07", "0.85", places=2).map(float), st.integers(0, 7)
+WINDOWS = st.lists(st.tuples(RATIOS, LAYERS), min_size=1, max_size=4)
 
 
-def masks_of(x, share=0.3, seed=0):
-    return torch.rand(len(x), 16, generator=torch.Generator().manual_seed(seed)) < share
+def random_masks(seed=0):
+    return torch.rand(4, 16, generator=seeded(seed)) < 0.3
 
 
 def routes_from(windows):
     """Non-overlapping routes from arbitrary ratios and layers of a network of 8."""
     layers = sorted({layer for _, layer in windows})
     bounds = zip(layers, [*(layer - 1 for layer in layers[1:]), 7], strict=True)
-    return [
-        Route(float(ratio), start, end) for (ratio, _), (start, end) in zip(windows, bounds, strict=False)
-    ]
+    return [Route(ratio, *ends) for (ratio, _), ends in zip(windows, bounds, strict=False)]
 
 
 def window_of(net, batch, **arguments):
@@ -152,28 +128,27 @@ def test_modern_block_is_what_its_name_says():
             torch.view_as_complex(z.unflatten(-1, (-1, 2)).contiguous()) * turns.unsqueeze(1)
         ).flatten(-2)
 
-    shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = block.adaLN_modulation(c).chunk(
-        6, dim=-1
-    )
-    qkv = block.attn.qkv(rms(x) * (1 + scale_msa) + shift_msa).view(2, 16, 3, 4, 8)
+    shift1, scale1, gate1, shift2, scale2, gate2 = block.adaLN_modulation(c).chunk(6, dim=-1)
+    qkv = block.attn.qkv(rms(x) * (1 + scale1) + shift1).view(2, 16, 3, 4, 8)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     q, k = rotated(rms(q) * block.attn.q_norm.weight), rotated(rms(k) * block.attn.k_norm.weight)
     attended = ((q @ k.mT) / 8**0.5).softmax(dim=-1) @ v
-    h = x + gate_msa * block.attn.proj(attended.transpose(1, 2).flatten(2))
-    inner = rms(h) * (1 + scale_mlp) + shift_mlp
+    h = x + gate1 * block.attn.proj(attended.transpose(1, 2).flatten(2))
+    inner = rms(h) * (1 + scale2) + shift2
     gated = torch.nn.functional.silu(block.mlp.fc1_g(inner)) * block.mlp.fc1_x(inner)
-    torch.testing.assert_close(
-        block(x, c, net.positions), h + gate_mlp * block.mlp.fc2(gated), atol=1e-5, rtol=1e-5
-    )
-    assert block.mlp.fc2.in_features % 8 == 0
+    expected = h + gate2 * block.mlp.fc2(gated)
+    torch.testing.assert_close(block(x, c, net.positions), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_queries_and_keys_are_normalised_and_turned_in_fp32():
     net, dtypes, turn = small_dit(block="modern"), [], apply_rot_embed_cat
+
+    def seen(z, rope):
+        dtypes.append(z.dtype)
+        return turn(z, rope)
+
     with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16):
-        patch.setattr(
-            "models.layers.apply_rot_embed_cat", lambda z, rope: dtypes.append(z.dtype) or turn(z, rope)
-        )
+        patch.setattr("models.layers.apply_rot_embed_cat", seen)
         net.blocks[0].attn.q_norm.register_forward_pre_hook(lambda _, args: dtypes.append(args[0].dtype))
         net.blocks[0](torch.randn(2, 16, 32), torch.randn(2, 1, 32), net.positions)
     assert dtypes == [torch.float32] * 3
@@ -223,11 +198,8 @@ def test_gradient_reaches_every_token_and_parameter(variant, window, windows, se
     net = small_dit(routes_from(windows), window=window, router=router, **variant).train()
     x, c_noise, labels = small_batch()
     x.requires_grad_()
-    force_keep = masks_of(x, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    net(
-        x, c_noise, labels, routing=Routing(force_keep=force_keep), generator=generator
-    ).square().sum().backward()
+    routing = Routing(force_keep=random_masks(seed))
+    net(x, c_noise, labels, routing=routing, generator=seeded(seed)).square().sum().backward()
     assert (x.grad.abs().amax(dim=1) > 0).all()
     assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in net.parameters())
 
@@ -245,11 +217,9 @@ def test_forced_tokens_stay_and_a_full_mask_does_not_change_the_others():
     force_keep = torch.zeros(4, 16, dtype=torch.bool)
     force_keep[0] = True
     force_keep[1, [0, 5, 15]] = True
-    draw = [torch.Generator().manual_seed(0) for _ in range(2)]
-    output, ids_keep, _, _ = window_of(
-        net, small_batch(), routing=Routing(force_keep=force_keep), generator=draw[0]
-    )
-    plain, plain_ids, _, _ = window_of(net, small_batch(), generator=draw[1])
+    routing = Routing(force_keep=force_keep)
+    output, ids_keep, *_ = window_of(net, small_batch(), routing=routing, generator=seeded())
+    plain, plain_ids, *_ = window_of(net, small_batch(), generator=seeded())
     assert {0, 5, 15} <= set(ids_keep[1].tolist())
     assert torch.equal(ids_keep[0], plain_ids[0])  # if all are forced, the draw decides as without
     assert torch.equal(ids_keep[2:], plain_ids[2:])
@@ -315,7 +285,7 @@ def test_gradient_checkpointing_changes_no_gradient(variant, precision, route_op
         net.blocks[2].register_forward_pre_hook(lambda _, args, calls=calls: calls.append(args[0].shape[1]))
         batch, generator = small_batch(), torch.Generator().manual_seed(0)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
-            output = net(*batch, routing=Routing(force_keep=masks_of(batch[0])), generator=generator)
+            output = net(*batch, routing=Routing(force_keep=random_masks()), generator=generator)
         output.square().sum().backward()
         assert len(calls) == 1 + gradient_checkpointing
         gradients.append([parameter.grad for parameter in net.parameters()])

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from models import cost_of
 from models.rejoin import Fuse, Mask
 from routing import Routing
 from tests.networks import PAPER, small_batch, small_dit
@@ -93,20 +92,6 @@ def test_unequal_parts_train_with_compiled_blocks(tmp_path, ablation):
     options = (ablation, "model.routes.0.selection_ratio=0.25", "train.compile=true")
     tiny_run(tmp_path / "run", "model=tread", *options, "train.total_steps=2")
     assert (tmp_path / "run/checkpoints/step_00000002").is_dir()
-
-
-def test_separate_halves_save_half_of_the_attention_of_the_window():
-    """Linear layers cost as in a dense network; modulation is computed for each sequence."""
-    cost = {
-        window: cost_of(small_dit([PAPER], window=window)) for window in ("bypass", "context", "separate")
-    }
-    layer = small_dit().blocks[0]
-    modulation = layer.flops(0)
-    saved = 3 * (layer.flops(16) - 2 * layer.flops(8) + modulation)  # of three blocks
-    assert saved == 3 * (4 * 16**2 * 32 // 2), "half of 4 L^2 D"
-    forward = {window: value.routed_forward_flops for window, value in cost.items()}
-    assert forward["separate"] == forward["context"] - saved + 3 * modulation
-    assert forward["bypass"] < forward["separate"]
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,7 @@ def show(browser):
         window = browser.new_page(viewport=viewport, color_scheme=scheme)
         window.on("console", lambda message: events.append(message.text))
         window.on("pageerror", lambda error: events.append(str(error)))
-        window.on(
-            "request", lambda request: events.append(request.url) if request.url.startswith("http") else None
-        )
+        window.on("request", lambda r: events.append(r.url) if r.url.startswith("http") else None)
         window.goto(file.as_uri())
         return window
 

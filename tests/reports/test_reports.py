@@ -80,13 +80,8 @@ def test_curves_show_the_logged_values(run):
 
 def test_the_remaining_time_includes_evaluations():
     lines = [{"step": 2, **TIMES}, {"step": 2, "evaluation_time_sec": 20.0}]
-    texts = status_line({"status": "running"}, lines, 5, age_sec=9).split("; ")
-    assert texts[:2] == ["running", "step 2 of 5"]
-    assert texts[2:] == [
-        "0:01:00 of training, 0:00:20 of evaluation",
-        "about 0:02:00 left",
-        "newest values 0:00:09 ago",
-    ]
+    expected = "running; step 2 of 5; 0:01:00 of training, 0:00:20 of evaluation; about 0:02:00 left"
+    assert status_line({"status": "running"}, lines, 5, age_sec=9) == f"{expected}; newest values 0:00:09 ago"
     failed = {"status": "failed", "failure": {"reason": "no room"}}
     assert status_line(failed, [], 5, 0) == "failed; no room; no step of 5 logged yet"
 
@@ -202,11 +197,8 @@ LONG = f"experiment={40 * 'x'}_end"
         (["model/block=modern", "", "model=dit"], ["tread, block=modern", "tread", "dit"]),
         # Two groups have a key of the same name.
         (
-            ["optimizer.lr=0.5 mine/lr=four", "", ""],
-            [
-                "tread, optimizer.lr=0.5, mine/lr=four",
-                *(f"{m}, optimizer.lr=0.0001" for m in ("tread", "dit")),
-            ],
+            ["optimizer.lr=0.5 own/lr=two", "", ""],
+            ["tread, optimizer.lr=0.5, own/lr=two", *(f"{m}, optimizer.lr=0.0001" for m in ("tread", "dit"))],
         ),
         # No key was set: the name of the run is added.
         (["", "", ""], ["tread, tread_0", "tread, tread_1", "dit"]),

@@ -7,14 +7,11 @@ from typing import Any
 import diffusers
 import torch
 
-from tests.routing.models import MODELS, Sizes
+from tests.networks import seeded
+from tests.routing.models import MODELS, SMALL
 
 NUM_SAMPLES, NUM_TOKENS = 3, 16
-SIZES = Sizes(depth=5, batch=NUM_SAMPLES)
-
-
-def no_more(inputs):
-    return {}
+SIZES = SMALL._replace(depth=5, batch=NUM_SAMPLES)
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class Family:
     kind: str
     block_lists: tuple[str, ...] = ("transformer_blocks",)
     options: dict[str, Any] = field(default_factory=dict)
-    further: Callable[..., dict[str, Any]] = no_more
+    further: Callable[..., dict[str, Any]] = lambda inputs: {}
 
     def build(self):
         torch.manual_seed(0)
@@ -42,10 +39,6 @@ class Family:
 
     def layers(self, model):
         return [block for name in self.block_lists for block in getattr(model, name)]
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def randn(*shape, seed=0):

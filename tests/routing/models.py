@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -15,15 +15,8 @@ from benchmarks.families import POOLED_DIM, TEXT_DIM, WIDTHS, Size, options_and_
 FRAMES = 4  # of a video, each of half the side
 
 
-class Sizes(NamedTuple):
-    """Sizes of a small model and its inputs. An image has side x side tokens."""
-
-    width: int = 32
-    num_heads: int = 2
-    depth: int = 6
-    side: int = 4
-    batch: int = 2
-    num_text: int = 5
+class Sizes(Size):
+    """Sizes of a small model, and parts of its inputs."""
 
     @property
     def head_dim(self):
@@ -111,6 +104,7 @@ class Sizes(NamedTuple):
         return angles.cos(), angles.sin()
 
 
+SMALL = Sizes(width=32, num_heads=2, depth=6, side=4, batch=2, num_text=5)
 # Names of the sizes in the classes.
 NAMES = {
     "num_heads": """num_attention_heads num_heads n_heads n_kv_heads dit_heads cross_attn_num_heads
@@ -139,11 +133,6 @@ def usual(kind, s):
 def plus(model, options, inputs):
     """Return the options and inputs of a model, with additions and replacements."""
     return {**model[0], **options}, {**model[1], **inputs}
-
-
-def published(name, s):
-    """Build the model as the benchmark does."""
-    return options_and_inputs(name, Size(*s))
 
 
 def like_flux(s, timestep=1.0, plane=0.0):
@@ -381,9 +370,9 @@ def stable_audio(s):
 
 # Options of each class in addition to the usual ones, and its inputs. A variant has a name after the class.
 MODELS: dict[str, Callable[[Sizes], tuple[dict[str, Any], dict[str, Any]]]] = {
-    **{name: partial(published, name) for name in WIDTHS},
+    **{name: partial(options_and_inputs, name) for name in WIDTHS},  # as in the benchmark
     "SD3Transformer2DModel, dual": lambda s: plus(  # the image attends also to itself alone
-        published("SD3Transformer2DModel", s), {"dual_attention_layers": (0, 2), "qk_norm": "rms_norm"}, {}
+        MODELS["SD3Transformer2DModel"](s), {"dual_attention_layers": (0, 2), "qk_norm": "rms_norm"}, {}
     ),
     "WanTransformer3DModel, image": with_image,
     "AceStepTransformer1DModel": lambda s: (  # the window extends by `side` in both directions
@@ -742,7 +731,7 @@ def prepare(name, model):
         cast_timesteps(embedder, embedder.linear_1)
 
 
-def built(name, sizes=Sizes()):  # noqa: B008
+def built(name, sizes=SMALL):
     """Return a model with random weights in double precision, and inputs."""
     from diffusers import models
 

@@ -7,7 +7,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from routing import Adapter, BlockList, Route, TokenSelection, attach, detach, prove
+from routing import Adapter, BlockList, Route, TokenSelection, attach, detach
+from tests.routing.test_proof import check
 
 WINDOW = Route(0.5, 1, -2)
 VIT = Adapter(
@@ -24,22 +25,8 @@ def vit():
     ).train()
 
 
-def check(model, adapter, arguments, window=WINDOW):
-    """Prove an adapter in double precision."""
-    proof = prove(model.double(), adapter, arguments, window)
-    assert proof.dense == 0 and proof.routed < 1e-9
-
-
 def test_a_vit_of_timm_routes_its_patches_and_keeps_its_class_token():
-    model, x, lengths = vit(), torch.randn(3, 3, 32, 32).double(), []
-    check(model, VIT, {"x": x})
-    plain = model(x)
-    attach(model, [WINDOW], adapter=VIT)
-    model.blocks[2].register_forward_pre_hook(lambda block, args: lengths.append(args[0].shape[1]))
-    assert not torch.equal(model(x), plain)
-    assert lengths == [1 + 8]
-    detach(model)
-    assert torch.equal(model(x), plain)
+    check(vit().double(), VIT, {"x": torch.randn(3, 3, 32, 32).double()}, 16, [WINDOW])
 
 
 def test_a_model_that_does_not_run_its_list_of_blocks_is_refused():
@@ -109,7 +96,7 @@ def test_a_language_model_keeps_positions_and_masks_with_the_tokens():
     torch.manual_seed(0)
     input_ids, seen = torch.randint(11, (3, 16)), torch.ones(3, 16, dtype=torch.long)
     seen[1, :6], seen[2, 4:7] = 0, 0
-    check(Decoder(), DECODER, {"input_ids": input_ids, "attention_mask": seen})
+    check(Decoder().double(), DECODER, {"input_ids": input_ids, "attention_mask": seen}, 16, [WINDOW])
     with pytest.raises(ValueError, match=r"shape \(3, 1, 17, 17\) cannot be gathered .* along dimension -1"):
         TokenSelection(torch.zeros(3, 8, dtype=torch.int64), 16, 0).gather(torch.ones(3, 1, 17, 17), -1)
 
@@ -171,8 +158,8 @@ def test_text_joins_in_a_later_list_with_samples_second(cuts):
     model, (N, T) = Packed(cuts).train(), (3, 16)
     tokens = torch.randn(N, T, 32), torch.randn(N, 4, 32), torch.randn(3, N, 2, 32)
     arguments = dict(zip(("image", "text", "further"), (x.double() for x in tokens), strict=True))
-    for window in (Route(0.5, 1, 3), Route(0.25, 4, 4), Route(0.5, 3, 5)):
-        check(model, packed_adapter(cuts), arguments, window)
+    windows = [Route(0.5, 1, 3), Route(0.25, 4, 4), Route(0.5, 3, 5)]
+    check(model.double(), packed_adapter(cuts), arguments, T, windows)
     attach(model, [Route(0.5, 1, 3), Route(0.25, 4, 4)], adapter=packed_adapter(cuts))
     gradients = []
     for model.checkpointing in (False, True):

@@ -19,10 +19,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from routing import Adapter, BlockList, Route, Routing, attach, detach, norm_router, prove
+from routing import Adapter, BlockList, Route, Routing, attach, detach, norm_router
 from routing.adapters.families import adapter_of
 from tests.routing.families import FAMILIES, NUM_SAMPLES, NUM_TOKENS, seeded
 from tests.routing.models import built, in_double
+from tests.routing.test_proof import check
 
 WINDOW = Route(0.5, 1, -2)
 REFERENCE_FIRST = (torch.arange(NUM_TOKENS) < 4).float()[:, None] * torch.tensor([1.0, 0, 0])
@@ -153,7 +154,7 @@ def test_checkpointed_gradients_are_bitwise_the_same_with_dropout(name, variant)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.3
-    gradients = []
+    gradients, leaves = [], [arguments["hidden_states"], *model.parameters()]
     for checkpointed in (False, True):
         if checkpointed:
             model.enable_gradient_checkpointing()
@@ -161,9 +162,7 @@ def test_checkpointed_gradients_are_bitwise_the_same_with_dropout(name, variant)
         arguments["hidden_states"].grad = None
         torch.manual_seed(5)
         sum(run(model, arguments).square().sum() for _ in range(2)).backward()
-        gradients.append(
-            [arguments["hidden_states"].grad, *(p.grad for p in model.parameters() if p.grad is not None)]
-        )
+        gradients.append([leaf.grad for leaf in leaves if leaf.grad is not None])
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
@@ -222,6 +221,10 @@ def test_positions_may_be_given_for_each_sample():
         ("flux", {"img_ids": REFERENCE_FIRST}, "must come before tokens of reference images"),
         ("wan", {"routing": Routing(1.0)}, r"^selection_ratio=1.0 must be below 1 with attach$"),
         ("wan", {"routing": Routing([0.5, 0.5])}, r"selection_ratio=\[0\.5, 0\.5\] must be .* each of 1"),
+        ("wan", {"routing": 0.5}, r"^routing=0.5 must be a routing.Routing or None"),
+        ("wan", {"routing": Routing(noise=[])}, r"^noise=\[\] must have one tensor \(3, 16\) for each route"),
+        ("wan", {"routing": Routing(noise=[torch.rand(3, 20)])}, r"^noise=\[\(3, 20\)\] must have one tens"),
+        ("wan", {"routing": Routing(noise=[torch.rand(3, 8)])}, r"^noise=\[\(3, 8\)\] must have one tensor"),
     ],
 )
 def test_arguments_that_are_not_supported_are_refused_by_name(name, arguments, message):
@@ -260,8 +263,7 @@ def test_projections_may_be_fused(name):
         model = rebuilt(name, dual_attention_layers=())  # diffusers cannot fuse their second attention
     model.fuse_qkv_projections()
     assert any(getattr(module, "fused_projections", False) for module in model.modules())
-    proof = prove(model.double(), adapter_of(model), tree_map(in_double, arguments), WINDOW)
-    assert proof.dense == 0 and proof.routed < 1e-9
+    check(model.double(), adapter_of(model), tree_map(in_double, arguments), NUM_TOKENS, [WINDOW])
 
 
 def test_arguments_may_be_positional_and_residuals_repeated():
@@ -299,21 +301,16 @@ def test_unknown_models_and_blocks_that_do_not_fit_are_refused():
         detach(model)
 
 
-def test_blocks_may_be_compiled():
-    model, arguments = attached("wan")
-    expected, dense = run(model, arguments, generator=seeded()), run(model, arguments, routing=Routing(0))
-    model.blocks[2].compile(backend="eager", fullgraph=True)
-    torch.testing.assert_close(run(model, arguments, generator=seeded()), expected)
-    torch.testing.assert_close(run(model, arguments, routing=Routing(0)), dense)
-
-
-@pytest.mark.slow
-def test_a_model_may_be_compiled_as_a_whole():
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_blocks_or_the_whole_model_may_be_compiled(whole):
     model, arguments = attached("sd3")
     expected, dense = run(model, arguments, generator=seeded()), run(model, arguments, routing=Routing(0))
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(run(compiled, arguments, generator=seeded()), expected)
-    torch.testing.assert_close(run(compiled, arguments, routing=Routing(0)), dense)
+    if whole:
+        model = torch.compile(model, backend="eager")
+    else:
+        model.transformer_blocks[2].compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(model, arguments, generator=seeded()), expected)
+    torch.testing.assert_close(run(model, arguments, routing=Routing(0)), dense)
 
 
 def test_a_forward_that_would_lose_the_routes_is_refused():
@@ -420,23 +417,6 @@ def test_lists_that_derive_from_modulelist_are_routed_if_they_are_indexed_as_the
         attach(model, [WINDOW])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"routing": 0.5}, r"^routing=0.5 must be a routing.Routing or None"),
-        ({"noise": []}, r"^noise=\[\] must have one tensor \(3, 16\) for each route"),
-        ({"noise": [torch.rand(3, 20)]}, r"^noise=\[\(3, 20\)\] must have one tensor \(3, 16\)"),
-        ({"noise": [torch.rand(3, 8)]}, r"^noise=\[\(3, 8\)\] must have one tensor"),
-    ],
-)
-def test_wrong_options_of_a_pass_are_one_line(options, message):
-    model, arguments = attached("sd3")
-    if "noise" in options:
-        options = {"routing": Routing(noise=options["noise"])}
-    with pytest.raises(ValueError, match=message):
-        run(model, arguments, **options)
-
-
 @pytest.mark.parametrize("routes", [0.5, [0.5], None, []])
 def test_routes_must_be_routes(routes):
     with pytest.raises(ValueError, match=r"^routes=\(.*\) must be a routing.Route, or several"):
@@ -487,13 +467,11 @@ def test_one_graph_of_a_whole_model_is_refused():
         run(torch.compile(model, backend="eager", fullgraph=True), arguments)
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_checkpoint_of_the_whole_model_is_refused(use_reentrant):
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_of_the_whole_model_is_refused(reentrant):
     model, arguments = attached("sd3")
     x = with_gradient(arguments)["hidden_states"]
-    output = checkpoint(
-        lambda x: run(model, {**arguments, "hidden_states": x}), x, use_reentrant=use_reentrant
-    )
+    output = checkpoint(lambda x: run(model, {**arguments, "hidden_states": x}), x, use_reentrant=reentrant)
     with pytest.raises(ValueError, match="as a whole would draw other tokens"):
         output.sum().backward()
 

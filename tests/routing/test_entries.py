@@ -17,12 +17,8 @@ from tests.routing.test_propose import slow_but_few
 EQUAL = """
 BriaFiboTransformer2DModel transformer_blocks.joint_attention_kwargs
 BriaFiboTransformer2DModel single_transformer_blocks.joint_attention_kwargs
-ChromaTransformer2DModel transformer_blocks.attention_mask
-ChromaTransformer2DModel single_transformer_blocks.attention_mask
 ErnieImageTransformer2DModel layers.temb
 Flux3Transformer2DModel mode_blocks.image.temb_mod
-HunyuanImageTransformer2DModel transformer_blocks.attention_mask
-HunyuanImageTransformer2DModel single_transformer_blocks.attention_mask
 Ideogram4Transformer2DModel layers.attention_mask
 Krea2Transformer2DModel transformer_blocks.attention_mask
 LuminaNextDiT2DModel layers.attention_mask
@@ -32,23 +28,19 @@ QwenImage21Transformer2DModel transformer_blocks.key_valid
 QwenImage21Transformer2DModel transformer_blocks.target_token_mask
 HeliosTransformer3DModel blocks.temb
 HeliosTransformer3DModel blocks.original_context_length
-HunyuanVideoTransformer3DModel transformer_blocks.attention_mask
-HunyuanVideoTransformer3DModel single_transformer_blocks.attention_mask
-HunyuanVideoFramepackTransformer3DModel transformer_blocks.attention_mask
-HunyuanVideoFramepackTransformer3DModel single_transformer_blocks.attention_mask
 MiniMaxH3Transformer3DModel transformer_blocks.adaln_indices
-MotifVideoTransformer3DModel transformer_blocks.attention_mask
-MotifVideoTransformer3DModel single_transformer_blocks.attention_mask
 T5FilmDecoder decoders.encoder_attention_mask
 """.splitlines()
+MASKED = """ChromaTransformer2DModel HunyuanImageTransformer2DModel HunyuanVideoTransformer3DModel
+HunyuanVideoFramepackTransformer3DModel MotifVideoTransformer3DModel"""
+LISTS = ("transformer_blocks", "single_transformer_blocks")
+EQUAL += [f"{name} {blocks}.attention_mask" for name in MASKED.split() for blocks in LISTS]
 
 
 def inputs_of(name):
     """Yield every small model of a class, with its arguments and T."""
-    for variant in MODELS:
-        if variant.partition(",")[0] == name:
-            yield *built(variant), NUM_TOKENS.get(variant, 16)
-    for variant, changed, num_tokens in OTHERS:
+    plain = ((variant, lambda _, arguments: arguments, NUM_TOKENS.get(variant, 16)) for variant in MODELS)
+    for variant, changed, num_tokens in (*plain, *OTHERS):
         if variant.partition(",")[0] == name:
             model, arguments = built(variant)
             yield model, changed(model, arguments), num_tokens
@@ -117,9 +109,8 @@ def test_a_wrong_entry_of_a_row_fails_the_proof(name):
         assert unseen in ([False], [False, f"{name} {entry}" in EQUAL]), entry
 
 
-def used():
-    """Return the arguments of models, the arguments of blocks, and the attention processors of all models."""
-    given, of_blocks, processors = {}, set(), set()
+def test_every_name_is_used_by_a_small_model():
+    given, of_blocks, processors = {}, set(), set()  # arguments of models, arguments of blocks
 
     def note(block, args, kwargs):
         arguments = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
@@ -133,11 +124,6 @@ def used():
                 for block in spec.blocks(model):
                     block.register_forward_pre_hook(note, with_kwargs=True)
             model(**arguments)
-    return given, of_blocks, processors
-
-
-def test_every_name_is_used_by_a_small_model():
-    given, of_blocks, processors = used()
     for name, row in table.ROWS.items():
         assert {*row.accepts, *row.residuals} <= given[name], name
     assert set(ACCEPTED.split()) - set().union(*given.values()) == {"return_dict"}  # it changes no number

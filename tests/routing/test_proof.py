@@ -1,6 +1,7 @@
 """The proof of adapters: models that hide bypassing tokens, inputs of diffusers, errors and the table."""
 
 import inspect
+from functools import partial
 from importlib.metadata import version
 
 import pytest
@@ -10,7 +11,7 @@ from routing import Route, attach, detach, random_router
 from routing.adapters.families import FAMILIES, REFUSED, __main__
 from routing.adapters.proof import Proof, prove
 from tests.programs import ROOT
-from tests.routing.models import MODELS, Sizes, built
+from tests.routing.models import MODELS, SMALL, built
 
 MAX_ERROR = 1e-6  # in double precision, of what routes change
 NUM_TOKENS = {"HunyuanVideoTransformer3DModel, token replacement": 12}  # the first frame is given
@@ -45,7 +46,7 @@ def without_reference(model, arguments):
 
 def with_a_reference_as_large(model, arguments):
     """The reference attends to itself between the blocks."""
-    positions = torch.nn.functional.pad(Sizes().positions.to(arguments["img_ids"]), (0, 1)) + 10
+    positions = torch.nn.functional.pad(SMALL.positions.to(arguments["img_ids"]), (0, 1)) + 10
     reference = torch.randn_like(arguments["hidden_states"])
     return {**arguments, "image_cond_hidden_states": reference, "image_cond_ids": positions}
 
@@ -105,20 +106,14 @@ def masked_with_residuals(model, arguments):
     }
 
 
-def with_residuals_of_sd3(model, arguments):
-    given = with_residuals(model, arguments)
-    given["block_controlnet_hidden_states"] = given.pop("controlnet_block_samples")
-    return given
-
-
 def masked(model, arguments):
     return {**arguments, "attention_mask": (torch.rand(2, 16) > 0.3).double()}
 
 
-def with_residuals(model, arguments):
+def with_residuals(model, arguments, key="controlnet_block_samples"):
     by_layer = residuals(16)
     none = torch.zeros_like(by_layer[1])
-    return {**arguments, "controlnet_block_samples": [by_layer.get(i, none) for i in range(6)]}
+    return {**arguments, key: [by_layer.get(i, none) for i in range(6)]}
 
 
 def with_residuals_by_layer(model, arguments):
@@ -128,7 +123,7 @@ def with_residuals_by_layer(model, arguments):
 
 def in_a_padded_sequence(model, arguments):
     """Patches of the image and four others."""
-    ids = torch.nn.functional.pad(Sizes().positions, (0, 0, 0, 4)).expand(2, -1, -1)
+    ids = torch.nn.functional.pad(SMALL.positions, (0, 0, 0, 4)).expand(2, -1, -1)
     packed = {"hidden_states": torch.randn(2, 20, 64).double(), "img_ids": ids, "img_sizes": [(4, 4)] * 2}
     return {**arguments, **packed, "hidden_states_masks": (torch.arange(20) < 16).double().expand(2, -1)}
 
@@ -160,7 +155,7 @@ OTHERS = [
     ("PixArtTransformer2DModel", masked, 16),
     ("WanTransformer3DModel", a_timestep_for_each_token, 16),
     ("ChronoEditTransformer3DModel", a_timestep_for_each_token, 16),
-    ("SD3Transformer2DModel", with_residuals_of_sd3, 16),
+    ("SD3Transformer2DModel", partial(with_residuals, key="block_controlnet_hidden_states"), 16),
     ("QwenImageTransformer2DModel", with_images, 16),
     ("QwenImageTransformer2DModel", with_images_that_have_no_noise, 16),
     ("QwenImageTransformer2DModel", with_layers, 16 + 6),
@@ -227,14 +222,13 @@ def test_a_proof_fails_for_any_dense_difference_large_errors_and_nan():
 
 
 def test_a_class_that_copies_one_of_diffusers_takes_its_adapter():
-    """A trainer's own class, with its own class of lists."""
+    """A trainer's own class."""
     model, arguments = built("SD3Transformer2DModel")
     kind = type(model)
     members = {"__module__": "trainer", "forward": lambda self, *a, **k: kind.forward(self, *a, **k)}
     copied = type("Copied", (kind,), members)
     copied.forward.__signature__ = inspect.signature(kind.forward)
     model.__class__ = copied
-    model.transformer_blocks = type("Mutable", (torch.nn.ModuleList,), {})([*model.transformer_blocks])
     with pytest.raises(ValueError, match="no adapter is known for Copied"):
         attach(model, WINDOWS[:1])
     check(model, FAMILIES["SD3Transformer2DModel"], arguments, 16, WINDOWS[:1])

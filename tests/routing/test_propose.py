@@ -17,8 +17,6 @@ from tests.routing.test_proof import MAX_ERROR
 FAST = ("FluxTransformer2DModel", "WanTransformer3DModel", "QwenImageTransformer2DModel")
 # All lengths differ: 36 tokens, 7 of text, heads of 48 channels.
 SIZES = Sizes(width=96, num_heads=2, depth=6, side=6, batch=2, num_text=7)
-
-
 # Classes with counts that no shape gives: strides of earlier frames, texts without padding or cut off later,
 # padding to a multiple, references inside the image's argument. They are proposed with the table's counts.
 COUNTED = (

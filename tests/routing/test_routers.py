@@ -9,15 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from routing import grid_router, norm_router, random_router, row_router
+from tests.networks import seeded
 
 SHAPES = {"num_samples": st.integers(1, 5), "num_tokens": st.integers(1, 40), "seed": st.integers(0, 2**32)}
 half_norm = partial(norm_router, weight=0.5)
 one_long = partial(row_router, length=1)
 every_router = pytest.mark.parametrize("router", [random_router, norm_router, half_norm, one_long])
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def random_tokens(num_samples, num_tokens, seed):
@@ -159,6 +156,8 @@ def test_the_grid_router_keeps_the_lowest_noise_of_each_group():
         (grid_router, 9, "model.router.side=2 must divide the side of the token grid, 3"),
         (partial(grid_router, side=0), 16, "model.router.side=0 must divide the side of the token grid, 4"),
         (partial(norm_router, weight=1.5), 8, "model.router.weight=1.5 must be in (0, 1]"),
+        (partial(row_router, length=0), 24, "model.router.length=0 must divide the number of tokens, 24"),
+        (partial(row_router, length=5), 24, "model.router.length=5 must divide the number of tokens, 24"),
     ],
 )
 def test_wrong_options_are_refused(router, num_tokens, message):
@@ -173,13 +172,7 @@ def test_the_row_router_keeps_whole_rows_and_one_in_part():
     numbers = torch.stack([torch.bincount(ids // 6, minlength=4) for ids in ids_keep])
     assert (numbers.sort(dim=1).values == torch.tensor([0, 2, 6, 6])).all()
     assert ((numbers > 0).float().mean(dim=0) - 0.75).abs().max() < 0.06
-    assert torch.equal(
-        row_router(x[:, :16], 8, generator=seeded()), row_router(x[:, :16], 8, length=4, generator=seeded())
-    )
-    for length in (0, 5):
-        with pytest.raises(
-            ValueError, match=rf"^model.router.length={length} must divide the number of tokens, 24$"
-        ):
-            row_router(x, 12, length=length)
+    lengths = ({}, {"length": 4})  # by default the side of a square
+    assert torch.equal(*(row_router(x[:, :16], 8, generator=seeded(), **length) for length in lengths))
     with pytest.raises(ValueError, match="the row router needs a length"):
         row_router(x, 12)

@@ -85,9 +85,7 @@ def test_the_page_has_the_recipes_and_their_windows():
     for name, row in rows.items():
         given, *windows = row.split(" | ")
         routes = known_routes(name)
-        parts = [
-            f"{route.selection_ratio}, {route.start_layer_idx}..{route.end_layer_idx}" for route in routes
-        ]
+        parts = [f"{r.selection_ratio}, {r.start_layer_idx}..{r.end_layer_idx}" for r in routes]
         assert given.partition(":")[0] == "; ".join(parts)
         assert windows == [window(routes, depth) for depth in (8, 12, 24, 28)]
 

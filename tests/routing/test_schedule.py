@@ -45,16 +45,14 @@ def test_a_schedule_may_rise_and_all_routes_follow_it():
 )
 def test_levels_bound_the_lengths_and_the_last_steps_are_dense(levels, total_steps, off, schedule, end):
     off = min(off, total_steps) or None
-    scheduled = plan(
-        total_steps=total_steps, schedule=schedule, num_levels=levels, end_factor=end, off_last_steps=off
-    )
+    options = {"schedule": schedule, "num_levels": levels, "end_factor": end, "off_last_steps": off}
+    scheduled = plan(total_steps=total_steps, **options)
     ratios = [scheduled.ratios(step) for step in range(total_steps)]
     assert len({r for r, _ in ratios[: total_steps - (off or 0)]}) <= levels
     assert all(r == (0.0, 0.0) for r in ratios[total_steps - (off or 0) :])
     assert [r for r, _ in ratios] == sorted([r for r, _ in ratios], reverse=True)
-    assert {num_tokens_kept(64, r) for pair in ratios for r in pair} <= scheduled.lengths(
-        with_force_keep=False
-    )
+    lengths = {num_tokens_kept(64, r) for pair in ratios for r in pair}
+    assert lengths <= scheduled.lengths(with_force_keep=False)
 
 
 def test_lengths_are_exactly_the_lengths_of_steps():

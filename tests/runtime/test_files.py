@@ -44,10 +44,8 @@ def test_a_link_at_the_partial_file_is_not_followed(tmp_path):
 def test_numbers_that_are_not_finite_are_null_in_json(tmp_path):
     file = tmp_path / "a.json"
     write_json(file, {"loss": float("nan"), "of": [1.5, float("inf"), (float("nan"), "x")]})
-    assert json.loads(file.read_text(), parse_constant=pytest.fail) == {
-        "loss": None,
-        "of": [1.5, None, [None, "x"]],
-    }
+    expected = {"loss": None, "of": [1.5, None, [None, "x"]]}
+    assert json.loads(file.read_text(), parse_constant=pytest.fail) == expected
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\x00"])
@@ -76,9 +74,7 @@ def test_json_of_mostly_brackets_is_not_parsed(tmp_path):
     assert len(read_json(file)) == 10_000, "as short as labels can be"
     for nothing in ([], {}):
         write_text(file, json.dumps([nothing] * 10_000))
-        with pytest.raises(
-            ValueError, match=r"a\.json is damaged, .*: it holds 1000\d brackets in \d+ bytes"
-        ):
+        with pytest.raises(ValueError, match=r"a\.json is damaged, .* holds 1000\d brackets in \d+ bytes"):
             read_json(file)
 
 

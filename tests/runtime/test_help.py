@@ -59,13 +59,8 @@ def test_long_groups_are_in_columns_and_targets_are_left_out():
     start = lines.index("experiment:")
     assert lines[start + 1 : start + 3] == ["  first_one   third_one", "  second_one  fourth"]
     keys = lines[lines.index("Keys (set as KEY=VALUE):") + 2 :]
-    assert [line.partition(":")[0] for line in keys] == [
-        "model",
-        "  depth",
-        "train",
-        "  batch_size",
-        "  unheard_of",
-    ]
+    names = ["model", "  depth", "train", "  batch_size", "  unheard_of"]
+    assert [line.partition(":")[0] for line in keys] == names
     assert keys[1].startswith("  depth: 8                    # ") and "#" not in keys[-1]
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -102,14 +103,10 @@ def test_variables_of_wandb_are_defaults_of_its_keys(monkeypatch):
     ],
 )
 def test_one_thread_of_a_launcher_differs_from_one_of_the_user(monkeypatch, environment, ancestors, chosen):
-    def environ_of(variables):
-        if variables is None:
-            raise psutil.NoSuchProcess(1)
-        return variables
-
+    environs = [psutil.NoSuchProcess(1) if variables is None else variables for variables, _ in ancestors]
     parents = [
-        SimpleNamespace(environ=lambda variables=variables: environ_of(variables), cmdline=line.split)
-        for variables, line in ancestors
+        SimpleNamespace(environ=mock.Mock(side_effect=[environ]), cmdline=line.split)
+        for environ, (_, line) in zip(environs, ancestors, strict=True)
     ]
     monkeypatch.setattr(launcher.psutil, "Process", lambda: SimpleNamespace(parents=lambda: parents))
     monkeypatch.setattr(os, "environ", environment)
@@ -117,18 +114,9 @@ def test_one_thread_of_a_launcher_differs_from_one_of_the_user(monkeypatch, envi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launch", "variables", "limited"),
-    [
-        ((), {}, False),
-        ((), ONE, True),
-        (("-m", "accelerate.commands.launch"), {}, False),
-        (("-m", "accelerate.commands.launch"), ONE, True),
-        (TORCHRUN, {}, False),
-        (TORCHRUN, ONE, True),
-    ],
-)
-def test_launchers_do_not_limit_threads_on_a_cpu_and_users_do(tmp_path, launch, variables, limited):
+@pytest.mark.parametrize("launch", [(), ("-m", "accelerate.commands.launch"), TORCHRUN])
+@pytest.mark.parametrize("variables", [{}, ONE])
+def test_launchers_do_not_limit_threads_on_a_cpu_and_users_do(tmp_path, launch, variables):
     (tmp_path / "program.py").write_text(
         "import os, torch\nfrom runtime.machine import start_process\nstart_process()\n"
         "open(f'threads{os.environ.get(\"RANK\", 0)}', 'w').write(str(torch.get_num_threads()))\n"
@@ -137,7 +125,7 @@ def test_launchers_do_not_limit_threads_on_a_cpu_and_users_do(tmp_path, launch, 
     before |= {"PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", **variables}
     subprocess.run([sys.executable, *launch, "program.py"], cwd=tmp_path, env=before, check=True)
     files = [*tmp_path.glob("threads*")]
-    share = 1 if limited else max(1, cpu_count() // len(files))
+    share = 1 if variables else max(1, cpu_count() // len(files))
     assert [file.read_text() for file in files] == [str(share)] * len(files)
 
 

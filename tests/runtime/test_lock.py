@@ -8,11 +8,23 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from runtime.lock import Busy, Lock
-from tests.runs import ROOT
+from tests.programs import ROOT
+
+HOLDER = "import sys, time; from pathlib import Path; from runtime.lock import Lock\n"
+HOLDER += "Lock(Path(sys.argv[1], '.lock'), 'x').acquire(); print('held', flush=True); time.sleep(120)"
+
+
+def holder(folder):
+    """Start a process that locks a folder."""
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    return process
 
 
 def test_a_busy_lock_says_who_holds_it(tmp_path):
@@ -53,11 +65,7 @@ def test_a_removed_lock_file_that_is_still_open_locks_nothing(tmp_path, monkeypa
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
-    program = "import sys, time; from pathlib import Path; from runtime.lock import Lock\n"
-    program += "Lock(Path(sys.argv[1]), 'x').acquire(); print('held', flush=True); time.sleep(60)"
-    command = [sys.executable, "-c", program, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "held\n"
+    with holder(tmp_path) as process:
         with pytest.raises(Busy, match=f"process {process.pid} on"):
             Lock(tmp_path / ".lock", "x").acquire()
         process.kill()
@@ -114,9 +122,7 @@ def test_a_folder_removed_while_locking_is_made_again(tmp_path, monkeypatch):
 def test_a_stale_file_handle_does_not_release_the_lock(tmp_path, monkeypatch):
     with Lock(tmp_path / ".lock", "x") as lock:
         with monkeypatch.context() as patch:
-            patch.setattr(
-                Path, "stat", lambda path, **options: (_ for _ in ()).throw(OSError(116, "Stale file handle"))
-            )
+            patch.setattr(Path, "stat", mock.Mock(side_effect=OSError(116, "Stale file handle")))
             assert lock.is_in_place()
         assert lock.is_in_place()
 

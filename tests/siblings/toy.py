@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from data import LatentDataset
 from data import digits as open_digits
-from diffusion import Guidance, Loss, Precond
+from diffusion import FlowPath, Guidance, Loss, Precond
 from evaluation.metrics import Metric
 from evaluation.statistics import FeatureStatistics
 from models import Backbone, Flops
@@ -19,27 +19,6 @@ from models.layers import drop_labels
 from routing import Routing, end_route, resolve_routes, start_route
 from routing.tokens import keep_lowest
 from training.alignment import Alignment
-
-
-class FlowPath:
-    """x_t = (1 - t) x_0 + t eps."""
-
-    t_max = 1.0
-
-    def alpha(self, t):
-        return 1 - t
-
-    def sigma(self, t):
-        return t
-
-    def alpha_dot(self, t):
-        return -torch.ones_like(t)
-
-    def sigma_dot(self, t):
-        return torch.ones_like(t)
-
-    def time_at(self, noise_to_signal):
-        return noise_to_signal / (1 + noise_to_signal)
 
 
 class VelocityPrecond(Precond):

@@ -32,9 +32,7 @@ def clock(monkeypatch):
 
 
 def timed(folder, clock, *overrides):
-    """Build a trainer whose work moves the clock; return it, its run, and (step, reserve_sec) of each call of
-    `stop.global_reason`.
-    """
+    """A trainer whose work moves the clock, its run, and (step, reserve_sec) of each `stop.global_reason`."""
     trainer, run = tiny_trainer(folder, *OPTIONS, *overrides)
     # Half a TFLOP per image.
     trainer.window.work, calls = Work(lambda ratios: 1e12 * (1 - sum(ratios)), peak_flops_per_sec=8e12), []
@@ -142,24 +140,20 @@ def test_the_time_limit_counts_from_the_process_start_and_a_signal_precedes_it(m
     assert StopRequest(None).global_reason(1e12) == ""
 
 
+@pytest.mark.usefixtures("gloo")
 @pytest.mark.parametrize(("step_sec", "most_steps"), [(0.001, MAX_TICK_STEPS), (0.09, 11), (3.0, 1)])
 def test_several_processes_agree_once_a_second(monkeypatch, step_sec, most_steps):
     """However long the first steps take. Before an evaluation, they always agree."""
-    now, ticks = [0.0], []
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        request, reduce = StopRequest(None), dist.all_reduce
-        monkeypatch.setattr("training.stopping.time.perf_counter", lambda: now[0])
-        monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: ticks.append(step) or reduce(*a, **k))
-        for step in range(100):
-            assert request.global_reason(0.0) == ""
-            now[0] += 30.0 if step == 0 else step_sec  # the first one compiles
-        gaps = [b - a for a, b in pairwise(ticks)]
-        assert ticks[:2] == [0, 1] and max(gaps) == gaps[-1] == most_steps
-        ticks.clear()
-        assert request.global_reason(0.0, now=True) == "" and ticks
-        request._on_signal(signal.SIGTERM, None)
-        reasons = [request.global_reason(0.0) for _ in range(most_steps)]
-        assert "SIGTERM" in reasons and set(reasons) <= {"", "SIGTERM"}
-    finally:
-        dist.destroy_process_group()
+    now, ticks, request, reduce = [0.0], [], StopRequest(None), dist.all_reduce
+    monkeypatch.setattr("training.stopping.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(dist, "all_reduce", lambda *a, **k: ticks.append(step) or reduce(*a, **k))
+    for step in range(100):
+        assert request.global_reason(0.0) == ""
+        now[0] += 30.0 if step == 0 else step_sec  # the first one compiles
+    gaps = [b - a for a, b in pairwise(ticks)]
+    assert ticks[:2] == [0, 1] and max(gaps) == gaps[-1] == most_steps
+    ticks.clear()
+    assert request.global_reason(0.0, now=True) == "" and ticks
+    request._on_signal(signal.SIGTERM, None)
+    reasons = [request.global_reason(0.0) for _ in range(most_steps)]
+    assert "SIGTERM" in reasons and set(reasons) <= {"", "SIGTERM"}

@@ -1,6 +1,4 @@
-"""Masked-loss training: masked tokens never bypass, the mask weights the loss, and it is the same on all
-processes.
-"""
+"""Masked-loss training: masked tokens never bypass, and the mask weights the loss."""
 
 import numpy as np
 import pytest
@@ -25,15 +23,8 @@ def latents(tmp_path_factory):
 
 def watched(trainer):
     """Record (force_keep, ids_keep) of each forward, and the lengths of the window; return both lists."""
-    seen, lengths = [], []
-    router = trainer.net.router
-
-    def remember(*args, force_keep, **kwargs):
-        ids_keep = router(*args, force_keep=force_keep, **kwargs)
-        seen.append((force_keep, ids_keep))
-        return ids_keep
-
-    trainer.net.router = remember
+    seen, lengths, router = [], [], trainer.net.router
+    trainer.net.router = lambda *a, **k: seen.append((k["force_keep"], router(*a, **k))) or seen[-1][1]
     trainer.net.blocks[3].register_forward_pre_hook(lambda block, args: lengths.append(args[0].shape[1]))
     return seen, lengths
 
@@ -80,12 +71,7 @@ def test_a_step_weights_the_loss_by_the_mask_and_keeps_what_it_touches(tmp_path,
     stored.masks[2] = 0
     trainer.batches.read = lambda step: [stored]
     losses, loss = [], trainer.loss
-
-    def remember(*args, **kwargs):
-        losses.append((loss(*args, **kwargs), kwargs))
-        return losses[-1][0]
-
-    trainer.loss = remember
+    trainer.loss = lambda *a, **k: losses.append((loss(*a, **k), k)) or losses[-1][0]
     trainer.train_step(next(trainer.batches.from_step(0)))
     ((loss, arguments),) = losses
     assert torch.equal(arguments["mask"], stored.masks)

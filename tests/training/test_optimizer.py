@@ -4,7 +4,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
@@ -96,23 +95,20 @@ def test_the_host_does_not_wait_for_a_step(kind):
             assert_equal(before, (net.state_dict(), optimizer.state_dict()))
 
 
+@pytest.mark.usefixtures("gloo")
 @pytest.mark.parametrize("kind", ["AdamW, fused", "AdamW", "SGD, momentum", "Muon and AdamW"])
 def test_a_step_of_sharded_weights_is_skipped(kind):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        net = small_net()
-        fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
-        optimizer = Optimizer(KINDS[kind](net.named_parameters()))
-        backward(net, 0)
-        optimizer.step(GOOD)
-        before = [parameter.to_local().clone() for parameter in net.parameters()]
-        backward(net, 1)
-        optimizer.step(BAD)
-        assert_equal(before, [parameter.to_local() for parameter in net.parameters()])
-        optimizer.step(GOOD)
-        assert not torch.equal(before[0], next(net.parameters()).to_local())
-    finally:
-        dist.destroy_process_group()
+    net = small_net()
+    fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = Optimizer(KINDS[kind](net.named_parameters()))
+    backward(net, 0)
+    optimizer.step(GOOD)
+    before = [parameter.to_local().clone() for parameter in net.parameters()]
+    backward(net, 1)
+    optimizer.step(BAD)
+    assert_equal(before, [parameter.to_local() for parameter in net.parameters()])
+    optimizer.step(GOOD)
+    assert not torch.equal(before[0], next(net.parameters()).to_local())
 
 
 def test_muon_gets_the_matrices_whose_names_match():

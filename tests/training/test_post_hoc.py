@@ -11,8 +11,8 @@ import torch.nn as nn
 from safetensors.torch import load_file, save_file
 
 import sample
-from runtime.files import sha256
 from tests.runs import composed, tiny_run
+from tests.test_runs_from_outside import with_sums
 from training.ema.post_hoc import PostHocEMA, PowerEMA, Profile, coefficients, gamma_of, product, reconstruct
 
 PROFILES = [((3.0, 2.0), (5.0, 7.0)), ((5.0, 7.0), (3.0, 2.0)), ((4.0, 1.0), (4.0, 9.0))]
@@ -127,17 +127,12 @@ def test_another_width_is_near_to_an_average_that_was_kept_directly(run, tmp_pat
                 save_file(tensors, checkpoint / f"{name}.safetensors")
             state = {name: {"num_updates": s, "std": emas[name].std} for name in ("ema", "ema_wide")}
             (checkpoint / "state.json").write_text(json.dumps(state))
-            _write_sums(checkpoint)
+            with_sums(checkpoint)
     made = load_file(reconstruct(folder, 0.15) / "ema.safetensors")
     assert made["constant"].tolist() == pytest.approx([7.0, 7.0], abs=1e-5)
     kept = emas["kept"].net.weight.item()
     assert made["weight"].item() == pytest.approx(kept, abs=2e-3)
     assert abs(emas["ema_wide"].net.weight.item() - kept) > 0.02, "it differs from the stored widths"
-
-
-def _write_sums(checkpoint):
-    lines = [f"{sha256(file)}  {file.name}\n" for file in sorted(checkpoint.iterdir())]
-    (checkpoint / "SHA256SUMS").write_text("".join(lines))
 
 
 def test_samples_are_drawn_with_a_width_that_is_made_on_the_way(run):
@@ -172,7 +167,6 @@ def test_other_averages_and_damaged_snapshots_are_refused(run, tmp_path):
             state = json.loads(state_file.read_text())
             del state["ema"]["std"]
             state_file.write_text(json.dumps(state))
-            (checkpoint / "SHA256SUMS").unlink()
-            _write_sums(checkpoint)
+            with_sums(checkpoint)
     with pytest.raises(ValueError, match="has no averages of two widths: train with ema=post_hoc"):
         reconstruct(copy, 0.12)

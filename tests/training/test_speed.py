@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from tests.networks import PAPER, small_dit
@@ -7,22 +6,16 @@ from training.speed import fp32_slowdown, speedup
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock that only steps move."""
-    now = [0.0]
-    monkeypatch.setattr("training.speed.time.perf_counter", lambda: now[0])
-    return now
-
-
-def test_the_fp32_slowdown_is_measured_with_matrix_products(clock, monkeypatch):
+def test_the_fp32_slowdown_is_measured_with_matrix_products(monkeypatch):
     """It is 1 without bf16 autocast, routes, or a block in fp32 after them."""
     torch_matmul, seconds = torch.Tensor.__matmul__, {torch.float32: 5.0, torch.bfloat16: 2.0}
+    now = [0.0]
 
     def matmul(a, b):
-        clock[0] += seconds[a.dtype]
+        now[0] += seconds[a.dtype]
         return torch_matmul(a, b)
 
+    monkeypatch.setattr("training.speed.time.perf_counter", lambda: now[0])
     monkeypatch.setattr("training.speed.PRODUCT_SIZES", {"cpu": 8})
     monkeypatch.setattr(torch.Tensor, "__matmul__", matmul)
     net = small_dit([PAPER], fp32_after_route=True)

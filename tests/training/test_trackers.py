@@ -158,17 +158,14 @@ def test_tensorboard_gets_all_that_a_run_reports_and_no_point_twice(tmp_path):
     assert "| `train.batch_size` | 8 |" in table.decode()
 
 
-def wandb_step(file):
-    return int(file.name.split("_")[1])
-
-
 def test_wandb_gets_all_that_a_run_reports_and_resumes_its_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     wandb.teardown()
     resumed_run(tmp_path, "tracker=wandb")
-    files = sorted(tmp_path.glob("wandb/offline-run-*/files/media/images/samples_*.png"), key=wandb_step)
-    assert [wandb_step(file) for file in files] == [3, 6]
-    assert_pictures(tmp_path, [picture(file) for file in files])
+    files = tmp_path.glob("wandb/offline-run-*/files/media/images/samples_*.png")
+    by_step = {int(file.name.split("_")[1]): picture(file) for file in files}
+    assert sorted(by_step) == [3, 6]
+    assert_pictures(tmp_path, [by_step[3], by_step[6]])
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len(runs) == 2
     assert len({folder.name.rpartition("-")[2] for folder in runs}) == 1, "one run, as its id says"
@@ -180,10 +177,9 @@ def test_wandb_gets_all_that_a_run_reports_and_resumes_its_run(tmp_path, monkeyp
 
 
 def test_wandb_does_not_create_a_removed_run_folder_again(tmp_path):
+    values = {"loss": 1.0, "samples": np.zeros((4, 4, 3), np.uint8)}
     with pytest.raises(FileNotFoundError):
-        WandbTracker("r", str(tmp_path / "run"), "p", "offline").log(
-            {"loss": 1.0, "samples": np.zeros((4, 4, 3), np.uint8)}, 1
-        )
+        WandbTracker("r", str(tmp_path / "run"), "p", "offline").log(values, 1)
     assert list(tmp_path.iterdir()) == []
 
 

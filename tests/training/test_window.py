@@ -1,6 +1,4 @@
-"""Reports of single steps: skipped steps, spikes and the samples that caused them, over processes, log points
-and resumes.
-"""
+"""Reports of single steps: skipped steps, spikes and the samples that caused them."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
