@@ -15,7 +15,6 @@ from builders.schemas import TrainConfig
 from models.cost import Cost
 from runtime.launch import Launch
 from runtime.machine import processes_here, return_freed_memory
-from training.ema import networks_of
 from training.speed import product_flops_per_sec
 
 UTILISATION = 0.4  # of the speed of large matrix products; small networks reach less
@@ -38,17 +37,13 @@ class Estimate:
 def bytes_in_memory(experiment: Experiment, num_processes: int) -> int:
     """Count the bytes of weights, gradients, optimizer and averaged weights in each process."""
     num_parameters = sum(parameter.numel() for parameter in experiment.meta_net.parameters())
-    average = AVERAGE * num_averages(experiment)
+    average = AVERAGE * experiment.num_averages
     num_bytes = num_parameters * (WEIGHT + GRADIENT + average + OPTIMIZER)
     if experiment.train.parallel == "ddp":
         return num_bytes
     # Weights and average are whole before they are sharded, and during evaluations.
     shared = num_bytes // sharing_processes(experiment.train, num_processes)
     return shared + num_parameters * (WEIGHT + average)
-
-
-def num_averages(experiment: Experiment) -> int:
-    return len(networks_of(experiment.ema(experiment.meta_net)))
 
 
 def sharing_processes(train: TrainConfig, num_processes: int) -> int:
@@ -75,7 +70,7 @@ def estimate(experiment: Experiment, resolved: Resolved, cost: Cost, launch: Lau
     if train.milestone_every:
         num_saved += train.total_steps // train.milestone_every
     memory = bytes_in_memory(experiment, launch.world_size)
-    per_weight = WEIGHT + AVERAGE * num_averages(experiment) + OPTIMIZER
+    per_weight = WEIGHT + AVERAGE * experiment.num_averages + OPTIMIZER
     checkpoints = per_weight * cost.num_parameters * num_saved
     return Estimate(flops / (rate * launch.world_size), memory, checkpoints)
 

@@ -73,7 +73,6 @@ def build_evaluators(
             mixed_precision=resolved.mixed_precision,
             compile=resolved.compile and model.is_worth_compiling(suite.num_samples),
         )
-        model = model.compiled if options.compile else model  # fail before the first step, if at all
         scores = ScoreSamples(suite, Drawing(model, options), run.path / "features/samples")
         evaluators.append((settings.eval_every, scores))
     return evaluators

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from runtime.provenance import flatten, source_sha256
 from runtime.targets import check_apart
 from training.alignment import Alignment
 from training.checkpoint import find_checkpoint
-from training.ema import EMA
+from training.ema import EMA, networks_of
 from training.optimizer import Optimizer
 from training.run_folder import RunFolder
 
@@ -146,6 +146,11 @@ class Experiment:
     def meta_net(self) -> Backbone:
         """The network on the meta device, for its shapes and rules."""
         return self.model_node.on_meta
+
+    @cached_property
+    def num_averages(self) -> int:
+        """The number of averages of the weights."""
+        return len(networks_of(self.ema(self.meta_net)))
 
     def with_model(self, changes: dict[str, Any]) -> "Experiment":
         """Return the experiment with other arguments of the network; `written` is unchanged."""

@@ -39,8 +39,8 @@ def guided(net, x, t, w=1.0, num_channels=4):
     """Return the output of a public network at its time t, with the first channels guided."""
     times = torch.full((len(x),), float(t), dtype=x.dtype)
     output, null = (net(x, times, labels) for labels in (LABELS, torch.full_like(LABELS, 10)))
-    end = num_channels
-    return torch.cat([null[:, :end] + w * (output - null)[:, :end], output[:, end:]], dim=1)
+    steered = (null + w * (output - null))[:, :num_channels]
+    return torch.cat([steered, output[:, num_channels:]], dim=1)
 
 
 def dit(net, x, randn, w=1.5, num_steps=250):
