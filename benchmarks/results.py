@@ -70,6 +70,11 @@ def code_of(environment: Mapping[str, Any]) -> str:
     return f"sha256 {environment['source_sha256'][:12]}"
 
 
+def short_commit(commit: str) -> str:
+    """Shorten a hash; a note of uncommitted changes stays."""
+    return re.sub(r"^(\w{7})\w+", r"\1", commit)
+
+
 def write_record(file: Path, rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> None:
     """Write rows below a header with their environment."""
     lines = (f"# {k}: {json.dumps(v) if isinstance(v, dict) else v}\n" for k, v in environment.items())

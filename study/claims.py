@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.processes import program_parser
-from benchmarks.results import markdown, read_environment, read_results
+from benchmarks.results import markdown, read_environment, read_results, short_commit
 from reports.effects import Effect, effect_of
 from runtime.files import write_text
 from runtime.provenance import PROJECT
@@ -119,7 +119,7 @@ class Bound:
         verdicts = {all(fits(value, bound) for fits, bound in bounds) for value in numbers}
         outcome = MIXED if len(verdicts) > 1 else SEEN if verdicts == {True} else OPPOSITE
         text = f"{self.name}: {min(numbers):.2f} to {max(numbers):.2f}x"
-        commits = tuple(dict.fromkeys(row["commit"][:7] for row in rows))
+        commits = tuple(dict.fromkeys(short_commit(row["commit"]) for row in rows))
         return [Finding(text, self.n or str(len(numbers)), commits, outcome=outcome)]
 
 

@@ -9,7 +9,7 @@ from statistics import mean
 import numpy as np
 
 from benchmarks import results
-from benchmarks.results import read_environment, read_results
+from benchmarks.results import read_environment, read_results, short_commit
 from reports.effects import Effect, effect_of
 from study.baselines import SAME_DATA
 from study.twins import LOSS, STUDIES, UNGUIDED
@@ -159,7 +159,7 @@ class Records:
     def commits(self, study: str, arms: Sequence[str]) -> tuple[str, ...]:
         """Return the short commits of the rows of some arms."""
         rows = [row for arm in arms for row in self.rows[study] if row["arm"] == arm]
-        return tuple(dict.fromkeys(row["commit"][:7] for row in rows))
+        return tuple(dict.fromkeys(short_commit(row["commit"]) for row in rows))
 
 
 def twins_of(records: Records, study: str) -> list[tuple[str, str]]:

@@ -193,8 +193,8 @@ def test_no_file_of_the_project_names_an_absolute_path():
 # Lines of each room, so that it stays readable. To raise a number, give the reason in a comment.
 BUDGET = {
     "programs": 267,
-    "benchmarks": 1427,  # tables of text; bytes between processes
-    "builders": 2859,  # prompts; drawing, which was in diffusion before; sharing of weights; alignment
+    "benchmarks": 1432,  # notes of uncommitted changes; tables of text; bytes between processes
+    "builders": 2858,  # prompts; drawing, which was in diffusion before; sharing of weights; alignment
     "data": 3425,  # density; captions, words, scenes, tars; classes of autoencoders, features of patches
     "diffusion": 1754,  # internal guidance
     "evaluation": 2529,  # scenes, CLIP score; encoders of timm, seven scores, intervals

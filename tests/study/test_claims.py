@@ -33,7 +33,7 @@ def row(arm, seed, step, gflop, guidance="none", **scores):
 
 @pytest.fixture(scope="module")
 def header():
-    code = {"commit": "0123456789", "uncommitted_changes": False}
+    code = {"commit": "0123456789", "uncommitted_changes": True}
     return environment(torch.device("cpu")) | code | {"tiny": False}
 
 
@@ -181,7 +181,7 @@ def test_two_rows_of_one_evaluation_are_refused(folder):
 def test_an_outcome_is_seen_opposite_or_undecided(folder):
     records = Records(folder)
     outcome, (finding,) = judged(records, twins())
-    assert (outcome, finding.n, finding.commits) == (SEEN, "3", ("0123456",))
+    assert (outcome, finding.n, finding.commits) == (SEEN, "3", ("0123456 with uncommitted changes",))
     assert finding.text.startswith("mixture-64, excess, routed against dense: -50.0 % [-51.1, -48.9]")
     assert judged(records, twins(higher=True))[0] == OPPOSITE
     assert judged(records, (PAIR, {"digits": "recall"}, {})) == (claims.NOT_MEASURED, [])
