@@ -66,13 +66,10 @@ def build_evaluators(
             open_reference(Path(path), open_images) if path else reference_of(dataset, encoder, "data")
         )
         suite = build_suite(scored, reference, launch, run.path / "features")
-        options = DrawOptions(
-            suite.num_samples,
-            EVALUATION_BATCH,
-            labels=suite.labels,
-            mixed_precision=resolved.mixed_precision,
-            compile=resolved.compile and model.is_worth_compiling(suite.num_samples),
-        )
+        compiled = resolved.compile and model.is_worth_compiling(suite.num_samples)
+        model = model.compiled if compiled else model  # now: pictures share its networks, also after a resume
+        values: dict[str, Any] = {"mixed_precision": resolved.mixed_precision, "compile": compiled}
+        options = DrawOptions(suite.num_samples, EVALUATION_BATCH, labels=suite.labels, **values)
         scores = ScoreSamples(suite, Drawing(model, options), run.path / "features/samples")
         evaluators.append((settings.eval_every, scores))
     return evaluators

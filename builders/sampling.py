@@ -265,9 +265,8 @@ def check_shapes(experiment: Experiment, file: Path) -> None:
     with as_value_error(file):  # an invalid network is a fault of the file
         net = experiment.meta_net
     if net.num_tokens > MAX_TOKENS:
-        raise ValueError(
-            f"{file}: {net.num_tokens} tokens of latents {net.latent_shape}, must be at most {MAX_TOKENS}"
-        )
+        given = f"{net.num_tokens} tokens of latents {net.latent_shape}"
+        raise ValueError(f"{file}: {given}, must be at most {MAX_TOKENS}")
     if mismatch := find_mismatch(net, weights):
         raise ValueError(f"{file}: weights do not match the model: {mismatch}")
 
@@ -300,6 +299,9 @@ def complete(request: T, experiment: Experiment) -> T:
     for group, key in (("sampler", "num_steps"), ("guidance", "guidance_scale")):
         if (value := getattr(request, key)) is not None:
             groups[group] = {**groups[group], key: value}
+    if (times := groups["sampler"].get("times") or {}).get("shift", 1) is None:
+        shift = experiment.written["diffusion"]["loss"].get("shift")
+        groups["sampler"] = {**groups["sampler"], "times": {**times, "shift": shift}}
     if (weak := groups["guidance"]).get("weak_checkpoint") is not None and weak["weak_run"] is None:
         groups["guidance"] = {**weak, "weak_run": request.run}
     values = {"mixed_precision": precision, "compile": compiled, "decoding": decoding, **groups}

@@ -22,6 +22,7 @@ from builders import config as configuration
 from builders.experiment import Experiment
 from builders.kept_tokens import KeptTokensLoss
 from builders.rules import check_rules
+from builders.sampling import SampleConfig, complete
 from builders.schemas import RoutingConfig
 from diffusion import EDMLoss, EDMPrecond, FlowPath, edm_sampler
 from models import DiT
@@ -75,15 +76,19 @@ def latents(tmp_path):
     return tmp_path / "latents"
 
 
-@pytest.mark.parametrize(("size", "block", "lr"), [("tiny", 3, 1e-3), ("b_2", 3, 1e-4), ("xl_2", 7, 1e-4)])
-def test_defaults_follow_the_size_of_the_network(size, block, lr):
-    config = composed(f"model/size={size}", "alignment=repa", "optimizer=muon")
-    assert (config.alignment.block, config.optimizer.lr) == (block, lr)
+@pytest.mark.parametrize(("size", "lr", "deep"), [("tiny", 1e-3, 0), ("b_2", 1e-4, 0), ("xl_2", 1e-4, 1)])
+def test_defaults_follow_the_size_of_the_network(size, lr, deep):
+    for name, blocks in {"sra2": (1, 7), "repa": (3, 7), "irepa": (3, 7), "haste": (3, 7)}.items():
+        config = composed(f"model/size={size}", f"alignment={name}", "optimizer=muon")
+        assert (config.alignment.block, config.optimizer.lr) == (blocks[deep], lr)
 
 
 def test_sampling_is_shifted_as_training():
-    config = composed("diffusion=flow_shifted", "data.in_channels=768", "data.input_size=16")
-    assert config.sampler.times.shift == config.diffusion.loss.shift == pytest.approx(6.93, abs=0.01)
+    keys = ("diffusion=flow_shifted", "data=synthetic", "data.in_channels=768", "data.input_size=16")
+    config, chosen = composed(*keys), composed("run=x", "sampler=sde", config_name="sample")
+    request = complete(configuration.resolve(chosen, SampleConfig), Experiment.of_config(config))
+    for times in (config.sampler.times, request.sampler["times"]):
+        assert times["shift"] == config.diffusion.loss.shift == pytest.approx(6.93, abs=0.01)
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)

@@ -39,17 +39,17 @@ def rho_levels(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -
 
 
 def uniform_times(
-    path: Path, num_steps: int, /, *, t_min: float = 0, t_max: float | None = None, shift: float = 1
+    path: Path, num_steps: int, /, *, t_min: float = 0, t_max: float | None = None, shift: float | None = 1
 ) -> Tensor:
     """Return equally spaced times, from the end of the path.
 
     Args:
         t_min: last time; 0: one spacing before the data.
         t_max: first time; None: the end of the path.
-        shift: s > 1 moves the times towards noise, u -> s u / (1 + (s - 1) u) with u = t / t_max. [SD3]
+        shift: s > 1 moves the times towards noise, u -> s u / (1 + (s - 1) u), u = t / t_max [SD3]; None: 1
     """
-    t_max = path.t_max if t_max is None else t_max
     check_positive("sampler.times.shift", shift)
+    t_max, shift = path.t_max if t_max is None else t_max, shift or 1
     if not 0 < t_max <= path.t_max:
         raise ValueError(f"sampler.times.t_max={t_max} must be in (0, {path.t_max}], the range of the path")
     if not 0 <= t_min < t_max:

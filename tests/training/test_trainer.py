@@ -23,7 +23,7 @@ VARIANTS = {
     "bf16 and clipping": ("train.mixed_precision=bf16", "train.grad_clip=0.1"),
     "sprint": ("model=sprint", "optimizer.warmup_steps=4"),
     "muon": ("optimizer=muon", "optimizer.warmup_steps=3", "model.init=xavier"),
-    "mamba": ("model/block=mamba",),
+    "mamba": ("model/block=mamba", "train.mixed_precision=bf16"),
     "rwkv": ("model/block=rwkv", "train.micro_batch_size=2"),
     "lightning": ("model/block=lightning", "diffusion=flow", "diffusion.loss.cosine_weight=1"),
     "masking": ("experiment=ablation_masking",),
