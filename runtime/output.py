@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from runtime.lock import Lock
+from runtime.lock import Busy, Lock
 
 
 def output_path(out: str | None, run: Path, default: str) -> Path:
@@ -40,6 +40,14 @@ def exclusive_output(file: Path, others: Sequence[Path], overwrite: bool) -> Ite
         Busy: another program holds the lock.
         OSError: a file already exists, or the folder cannot be written.
     """
-    with Lock(file.with_name(f".{file.name}.lock"), f"out={file}"):
+    try:
+        lock = Lock(file.with_name(f".{file.name}.lock"), f"out={file}").acquire()
+    except Busy:
+        raise
+    except OSError as error:
+        raise OSError(f"out={file} cannot be written: {error}") from error
+    try:
         check_free(file, others, overwrite)
         yield
+    finally:
+        lock.release()

@@ -36,7 +36,7 @@ class SparseGuidance(AutoGuidance):
     """
 
     strong_ratio: float = 0.0
-    weak_ratio: float = 0.5
+    weak_ratio: float = 0.75
     masks: str = "fresh"
     share_masks: bool = False
     ratio_schedule: str = "constant"

@@ -61,9 +61,9 @@ def draw(i, ratio):
         (CFG(2.0), None, lambda: D(NULL)),
         (AutoGuidance(2.0, weak_run="other", weak_checkpoint="5"), None, lambda: D(LABELS, precond=OTHER)),
         (AutoGuidance(2.0, weak_run="other", null_class=True), None, lambda: D(NULL, precond=OTHER)),
-        (SparseGuidance(2.0, weak_run="other", null_class=True), None, lambda: D(NULL, draw(1, 0.5), OTHER)),
+        (SparseGuidance(2.0, weak_run="other", null_class=True), None, lambda: D(NULL, draw(1, 0.75), OTHER)),
         # Public code drops the class in both branches. Here they differ in their tokens alone.
-        (SparseGuidance(2.0, strong_ratio=0.25), draw(0, 0.25), lambda: D(LABELS, draw(1, 0.5))),
+        (SparseGuidance(2.0, strong_ratio=0.25), draw(0, 0.25), lambda: D(LABELS, draw(1, 0.75))),
         (PathDropGuidance(2.0), None, lambda: D(NULL, Routing(1))),
     ],
 )  # fmt: skip
@@ -225,7 +225,10 @@ def test_the_cost_of_an_image_counts_every_forward():
     assert cost(CFG(1.0)) == {"network_evaluations": 5, "flops": 5 * dense}
     assert cost(CFG(2.0)) == {"network_evaluations": 10, "flops": 10 * dense}
     half = NET.flops([T - T // 2]).forward
-    assert cost(SparseGuidance(2.0)) == {"network_evaluations": 10, "flops": 5 * dense + 5 * half}
+    assert cost(SparseGuidance(2.0, weak_ratio=0.5)) == {
+        "network_evaluations": 10,
+        "flops": 5 * dense + 5 * half,
+    }
     # Outside of the interval one forward is enough. Of sigma = 80, 2.5, 0.002 one level is inside, twice.
     assert cost(CFG(2.0, guidance_interval=[1.0, 10.0]))["network_evaluations"] == 7
 

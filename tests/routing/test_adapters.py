@@ -26,7 +26,7 @@ def vit():
 
 
 def test_a_vit_of_timm_routes_its_patches_and_keeps_its_class_token():
-    check(vit().double(), VIT, {"x": torch.randn(3, 3, 32, 32).double()}, 16, [WINDOW])
+    check(vit().double(), VIT, {"x": torch.randn(3, 3, 32, 32).double()}, 16, [WINDOW], bound=1e-9)
 
 
 def test_a_model_that_does_not_run_its_list_of_blocks_is_refused():
@@ -96,7 +96,8 @@ def test_a_language_model_keeps_positions_and_masks_with_the_tokens():
     torch.manual_seed(0)
     input_ids, seen = torch.randint(11, (3, 16)), torch.ones(3, 16, dtype=torch.long)
     seen[1, :6], seen[2, 4:7] = 0, 0
-    check(Decoder().double(), DECODER, {"input_ids": input_ids, "attention_mask": seen}, 16, [WINDOW])
+    arguments = {"input_ids": input_ids, "attention_mask": seen}
+    check(Decoder().double(), DECODER, arguments, 16, [WINDOW], bound=1e-9)
     with pytest.raises(ValueError, match=r"shape \(3, 1, 17, 17\) cannot be gathered .* along dimension -1"):
         TokenSelection(torch.zeros(3, 8, dtype=torch.int64), 16, 0).gather(torch.ones(3, 1, 17, 17), -1)
 
@@ -159,7 +160,7 @@ def test_text_joins_in_a_later_list_with_samples_second(cuts):
     tokens = torch.randn(N, T, 32), torch.randn(N, 4, 32), torch.randn(3, N, 2, 32)
     arguments = dict(zip(("image", "text", "further"), (x.double() for x in tokens), strict=True))
     windows = [Route(0.5, 1, 3), Route(0.25, 4, 4), Route(0.5, 3, 5)]
-    check(model.double(), packed_adapter(cuts), arguments, T, windows)
+    check(model.double(), packed_adapter(cuts), arguments, T, windows, bound=1e-9)
     attach(model, [Route(0.5, 1, 3), Route(0.25, 4, 4)], adapter=packed_adapter(cuts))
     gradients = []
     for model.checkpointing in (False, True):

@@ -40,7 +40,14 @@ def test_two_programs_do_not_write_the_same_file(tmp_path):
                 raise AssertionError
 
 
-@pytest.mark.parametrize("place", ["/proc/x/a.json", "/dev/null/a.json", "/dev"])
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(place):
-    with pytest.raises(OSError), exclusive_output(Path(place), (), False):
+@pytest.mark.parametrize(
+    ("place", "rule"),
+    [
+        ("/proc/x/a.json", "cannot be written: "),
+        ("/dev/null/a.json", "cannot be written: "),
+        ("/dev", "(is a folder, must be a file|cannot be written)"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(place, rule):
+    with pytest.raises(OSError, match=f"^out={place} {rule}"), exclusive_output(Path(place), (), False):
         raise AssertionError

@@ -94,7 +94,7 @@ def test_unequal_spreads_are_not_pooled(other):
 
 
 def test_intervals_cover_the_truth_in_nineteen_of_twenty_cases():
-    rng, n = np.random.default_rng(0), 300
+    rng, n = np.random.default_rng(0), 1000
     covered = 0
     for _ in range(n):
         effect = effect_of(rng.normal(size=(2, 3)).tolist(), (1, -1), rng.normal(size=(2, 3)).tolist())
