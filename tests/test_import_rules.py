@@ -202,9 +202,9 @@ BUDGET = {
     "models": 1408,  # captions; two ablations of the window; projector, inner head, wide head
     "reports": 807,  # degrees of freedom; differences and the noise of retraining
     "routing": 2794,  # what pipelines pass; rows; types of routes and ratios
-    "runtime": 2223,  # the key of an output that cannot be written; scenes, language models, prompts; 75 explain --help and misspelt options; nodes, parts
+    "runtime": 2223,  # the key of an output that cannot be written; scenes, prompts; help; nodes
     "study": 1906,  # costs of equal losses, a figure; density; baselines, gates, searches; encoder
-    "tests": 23438,  # exact proofs; blocks of all alignments, the shift of a sampler that sample.py chooses
+    "tests": 23441,  # exact proofs; blocks of all alignments, the shift of a chosen sampler
     "training": 2750,  # sharded weights and checkpoints, errors of one rank; alignment, averages of any width
 }
 MAX_CORE_LINES = 3000
