@@ -9,7 +9,7 @@ from joblib import cpu_count
 from builders.experiment import Experiment
 from models import resolve_attention
 from runtime.launcher import check_precision
-from runtime.machine import bf16_speedup, can_compile, can_keep_freed_memory, has_fast_bf16
+from runtime.machine import can_compile, can_keep_freed_memory, has_fast_bf16
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,6 @@ class Resolved:
     """The resolved options of a run.
 
     Args:
-        bf16_speedup: measured on a CPU with mixed_precision=auto; otherwise None.
         attention: None: the network does not have this option.
     """
 
@@ -26,7 +25,6 @@ class Resolved:
     micro_batch_size: int
     num_workers: int
     keep_freed_memory: bool
-    bf16_speedup: float | None = None
     attention: str | None = None
 
     @property
@@ -47,10 +45,8 @@ def resolve_auto(
         saved: the options that a resumed run was started with. They are used again, except for a micro-batch
             size that does not fit the number of processes.
     """
-    train, precision, speedup = experiment.train, experiment.train.mixed_precision, None
+    train, precision = experiment.train, experiment.train.mixed_precision
     if precision == "auto":
-        if device.type == "cpu":
-            speedup = saved.get("bf16_speedup") or round(bf16_speedup(device), 2)
         precision = saved.get("mixed_precision") or ("bf16" if has_fast_bf16(device) else "no")
     check_precision(f"train.mixed_precision={train.mixed_precision} gives {precision} here", precision)
     compiled, keep = train.compile == "true", train.keep_freed_memory == "true"
@@ -65,4 +61,4 @@ def resolve_auto(
     if (option := experiment.model_node.arguments.get("attention")) is not None:
         attention = resolve_attention(option, device.type, dtype)
     num_workers = min(train.num_workers, cpu_count())
-    return Resolved(precision, compiled, micro_batch_size, num_workers, keep, speedup, attention)
+    return Resolved(precision, compiled, micro_batch_size, num_workers, keep, attention)

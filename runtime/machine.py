@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,13 +22,13 @@ from joblib import cpu_count
 
 from runtime.launch import Launch
 from runtime.launcher import threads_are_chosen
+from runtime.provenance import cpuinfo
 
 # Parameters of glibc's mallopt, and the environment variables that set them.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
 MALLOC_VARIABLES += ("MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 PATIENCE = timedelta(days=30)  # for ranks that have finished their share and wait for the others
-MIN_BF16_SPEEDUP, BF16_TURNS = 1.2, 6  # below this speedup, fp32 is more exact and about as fast
 COMPILATION_OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # 1: off
 LINKED_WITHIN_SEC = 10  # a library is empty for a moment while the linker writes it
 
@@ -98,36 +97,16 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-@cache
-def bf16_speedup(device: torch.device) -> float:
-    """Measure the speedup of a linear layer by bf16 autocast over fp32, forward and backward.
-
-    It is measured once per process, at the size of S/2, so that all networks of a study get the same value.
-    It runs on one thread: several threads wait for each other if other programs run. Flags of the processor
-    are no substitute: an Intel Xeon with avx512_bf16 and without AMX is slower in bf16.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    generator = torch.Generator(device).manual_seed(0)  # leaves the run's generator unchanged
-    x = torch.randn(512, 384, generator=generator, device=device)
-    weight = torch.randn(1536, 384, generator=generator, device=device).requires_grad_()
-    seconds = {False: [], True: []}
-    for _ in range(BF16_TURNS):
-        for bf16 in seconds:
-            start = time.perf_counter()
-            with torch.enable_grad(), torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                y = nn.functional.linear(x, weight)
-            torch.autograd.grad(y, weight, torch.ones_like(y))
-            seconds[bf16].append(time.perf_counter() - start)
-    torch.set_num_threads(num_threads)
-    return min(seconds[False]) / min(seconds[True])  # the minimum: other programs may use the core
-
-
 def has_fast_bf16(device: torch.device) -> bool:
-    """True if a device is faster in bf16: reported by a GPU, measured on a CPU."""
+    """True if a device is faster in bf16.
+
+    Of a CPU its kind decides: a measurement at the start could give two runs of one seed two precisions.
+    An Intel Xeon with avx512_bf16 and without AMX is slower in bf16 (benchmarks/LOG.md).
+    """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and bf16_speedup(device) >= MIN_BF16_SPEEDUP
+    known = {*cpuinfo().split()}
+    return device.type == "cpu" and ("amx_bf16" in known or {"avx512_bf16", "AuthenticAMD"} <= known)
 
 
 def can_keep_freed_memory(device: torch.device) -> bool:

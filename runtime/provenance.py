@@ -41,9 +41,14 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
+def cpuinfo() -> str:
+    """Return what Linux says of the processor: its name, vendor and flags; elsewhere an empty string."""
+    file = Path("/proc/cpuinfo")
+    return file.read_text() if file.exists() else ""
+
+
 def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    text = cpuinfo()
     name = re.search(r"^model name\s*: (.*)", text, re.MULTILINE)
     bf16 = "".join(f", {flag}" for flag in sorted(BF16_FLAGS & {*text.split()}))
     return f"{name[1].strip() if name else platform.processor()}, {cpu_count()} cores{bf16}"

@@ -21,20 +21,9 @@ def unset_malloc_variables(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_the_precision_is_measured_once_in_the_life_of_a_run(monkeypatch):
-    for module in ("runtime.machine", "builders.auto"):
-        monkeypatch.setattr(f"{module}.bf16_speedup", lambda device: 2.654)
-    first = resolved()
-    assert (first["mixed_precision"], first["bf16_speedup"]) == ("bf16", 2.65)
-    for module in ("runtime.machine", "builders.auto"):
-        monkeypatch.setattr(f"{module}.bf16_speedup", lambda device: pytest.fail("measured again"))
-    assert resolved(saved=first) == first
-    assert "bf16_speedup" not in resolved("train.mixed_precision=no")
-
-
 def test_a_resumed_run_keeps_its_options():
     for precision, compiled in (("bf16", True), ("no", False)):  # on a machine that would choose one of both
-        saved = {"mixed_precision": precision, "compile": compiled, "micro_batch_size": 16, "bf16_speedup": 1}
+        saved = {"mixed_precision": precision, "compile": compiled, "micro_batch_size": 16}
         assert resolved(saved=saved, num_processes=2).items() > saved.items()
     for written, compiled in (("true", True), ("True", True), ("false", False)):
         fresh = resolved(f"train.compile={written}", "train.mixed_precision=no", num_processes=2)
@@ -42,7 +31,7 @@ def test_a_resumed_run_keeps_its_options():
 
 
 def test_micro_batches_shrink_where_processes_cannot_share_the_batch():
-    saved = {"mixed_precision": "no", "compile": False, "micro_batch_size": 32, "bf16_speedup": 1}
+    saved = {"mixed_precision": "no", "compile": False, "micro_batch_size": 32}
     assert [resolved(saved=saved, num_processes=n)["micro_batch_size"] for n in (1, 2, 4)] == [32, 16, 8]
 
 
