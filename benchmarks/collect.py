@@ -18,6 +18,7 @@ from benchmarks.results import (
     markdown,
     read_environment,
     read_results,
+    short_commit,
     write_record,
 )
 from runtime.files import write_text
@@ -88,9 +89,7 @@ def caption(file: Path, stage: str) -> str:
     header = read_environment(file)
     device = header["processor"] if header["device"] == "cpu" else header["device"]
     version = re.search(r'"torch": "([^"]+)"', header["versions"])[1]
-    commits = dict.fromkeys(
-        re.sub(r"^([0-9a-f]{7})[0-9a-f]+", r"\1", row["commit"]) for row in read_results(file)
-    )
+    commits = dict.fromkeys(short_commit(row["commit"]) for row in read_results(file))
     code = f"commit {', '.join(commits)}" + (" (a rehearsal)" if header["tiny"] == "True" else "")
     source = f"`python -m benchmarks.gpu OUT {stage}` at {code}, {header['date']}, {device}, torch {version}"
     return f"{source} ([record](results/{file.name}))."

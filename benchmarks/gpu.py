@@ -3,7 +3,7 @@
     python -m benchmarks.gpu OUT                    all stages, in this order; an estimated hour on an H200
     python -m benchmarks.gpu OUT step sample        some of check, step, sample, families, twins
     python -m benchmarks.gpu OUT --tiny             all stages in minutes, at sizes for a CPU
-    python -m benchmarks.gpu --collect OUT          copy records to the project, write tables to pages
+    python -m benchmarks.gpu --collect OUT          copy records to the project, write tables to RESULTS.md
 
 A stage ends within nine minutes, `twins` within 32. OUT gets a record and a log of each stage, written after
 every row. Run the same command again to resume and to repeat failed settings. Settings that the project has

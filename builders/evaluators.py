@@ -67,7 +67,8 @@ def build_evaluators(
         )
         suite = build_suite(scored, reference, launch, run.path / "features")
         compiled = resolved.compile and model.is_worth_compiling(suite.num_samples)
-        model = model.compiled if compiled else model  # now: pictures share its networks, also after a resume
+        # Before the first step: the grid of samples uses the same networks.
+        model = model.compiled if compiled else model
         values: dict[str, Any] = {"mixed_precision": resolved.mixed_precision, "compile": compiled}
         options = DrawOptions(suite.num_samples, EVALUATION_BATCH, labels=suite.labels, **values)
         scores = ScoreSamples(suite, Drawing(model, options), run.path / "features/samples")

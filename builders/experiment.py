@@ -256,6 +256,8 @@ class Experiment:
 
     def check_sampling(self) -> None:
         """Call sampler and guidance on one number, so that they check their keys."""
+        if "times" in self.sampler_node.arguments:
+            as_node(self.sampler_node.arguments["times"], "sampler.times")
         net, precond = self.meta_net, self.precond(self.meta_net)
         self.guidance(_without_weights).check(precond)
 

@@ -299,7 +299,8 @@ def complete(request: T, experiment: Experiment) -> T:
     for group, key in (("sampler", "num_steps"), ("guidance", "guidance_scale")):
         if (value := getattr(request, key)) is not None:
             groups[group] = {**groups[group], key: value}
-    if (times := groups["sampler"].get("times") or {}).get("shift", 1) is None:
+    times = groups["sampler"].get("times")
+    if isinstance(times, dict) and times.get("shift", 1) is None:  # this sampler was composed without the run
         shift = experiment.written["diffusion"]["loss"].get("shift")
         groups["sampler"] = {**groups["sampler"], "times": {**times, "shift": shift}}
     if (weak := groups["guidance"]).get("weak_checkpoint") is not None and weak["weak_run"] is None:

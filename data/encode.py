@@ -33,7 +33,14 @@ from data.features import PatchEncoder
 from data.images import IMAGE_ERRORS, ORIENTATION, open_picture, to_pixels
 from data.latents import open_latents, split
 from data.listing import ImageList, list_images
-from data.manifest import FILES, LatentManifest, class_warnings, first_classes, untrained_classes_of
+from data.manifest import (
+    FILES,
+    MAX_TEXT_TOKENS,
+    LatentManifest,
+    class_warnings,
+    first_classes,
+    untrained_classes_of,
+)
 from data.masks import MaskFiles, pool_mask, read_mask
 from data.text import WORDS
 from data.writer import LatentWriter, check_out, lock_of, next_steps
@@ -114,6 +121,8 @@ def check_request(request: EncodeConfig) -> None:
     if request.captions is None and request.text_encoder != EncodeConfig.text_encoder:
         raise ValueError(f"text_encoder={request.text_encoder} needs captions=beside or FILE")
     check_positive("max_text_tokens", request.max_text_tokens)
+    if request.max_text_tokens > MAX_TEXT_TOKENS:
+        raise ValueError(f"max_text_tokens={request.max_text_tokens} must be at most {MAX_TEXT_TOKENS}")
     if request.text_encoder == WORDS and request.max_text_tokens != EncodeConfig.max_text_tokens:
         raise ValueError(f"max_text_tokens={request.max_text_tokens} needs a language model as text_encoder")
     if (request.features is None) != (request.features_weights is None):

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from data.encoders import PUBLISHED
 from data.images import Files
 from data.listing import LABELS_FILE, read_labels
 from data.manifest import FAR_STD, MAX_CLASSES
@@ -30,7 +31,6 @@ MOSTLY_NEGATIVE = 0.95  # fraction of the log-variances
 TAR_LATENT, TAR_LABEL = ".latent.npy", ".cls"
 HFLIP_MARGIN = 0.2  # between correlations: chance differences are smaller
 SHARD_KEYS, STATISTICS_FILE = ("latents", "latents_flip", "labels"), "latents_stats.pt"  # LightningDiT
-SD_VAE, SD_VAE_MSE = "stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Format:
     stored_as: str  # posterior samples, mean and log-variance, or mean and standard deviation
     scaled: bool = False  # scale and shift were applied before storing
     hflip: bool = False  # entry count/2 + i is the flip of entry i
-    encoder: str = SD_VAE
+    encoder: str = PUBLISHED["sd-vae-ft-ema"]
     scale: float | tuple[float, ...] = 0.18215
     shift: float | tuple[float, ...] = 0.0
     std: float = 1.0
@@ -234,14 +234,14 @@ def _column(value: float | tuple[float, ...]) -> np.ndarray:
 FORMATS = {
     "tread_wds": Format(open_tars, "samples", scaled=True),
     "maskdit_lmdb": Format(open_lmdb, "mean_logvar", hflip=True),
-    "repa": Format(open_npy_zip, "mean_std", encoder=SD_VAE_MSE),
+    "repa": Format(open_npy_zip, "mean_std", encoder=PUBLISHED["sd-vae-ft-mse"]),
     "lightningdit": Format(
         open_safetensors, "samples", hflip=True, encoder="hustvl/vavae-imagenet256-f16d32-dinov2"
     ),
     "edm2": Format(
         open_npy_zip,
         "mean_std",
-        encoder=SD_VAE_MSE,
+        encoder=PUBLISHED["sd-vae-ft-mse"],
         # [EDM2]: each channel is normalized to mean 0 and standard deviation 0.5.
         scale=tuple(0.5 / std for std in (4.17, 4.62, 3.71, 3.28)),
         shift=(5.81, 3.25, 0.12, -2.15),

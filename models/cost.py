@@ -18,9 +18,8 @@ class Cost:
 
     Args:
         fp32_training_flops: the part of a routed step that runs outside autocast.
-        fp32_slowdown: time of a matrix product outside autocast over its time under autocast.
         predicted_speedup: dense over routed cost of a training step. Products outside autocast count
-            fp32_slowdown times.
+            `fp32_slowdown` times.
     """
 
     num_parameters: int
@@ -29,7 +28,6 @@ class Cost:
     dense_training_flops: int
     routed_training_flops: int
     fp32_training_flops: int
-    fp32_slowdown: float
     predicted_speedup: float
 
 
@@ -58,6 +56,5 @@ def cost_of(
         dense_training_flops=dense.training,
         routed_training_flops=routed.training,
         fp32_training_flops=routed.fp32_training,
-        fp32_slowdown=fp32_slowdown,
         predicted_speedup=dense.training / (routed.training + (fp32_slowdown - 1) * routed.fp32_training),
     )

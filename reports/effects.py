@@ -57,25 +57,32 @@ def effect_of(
     if not is_equal:
         if n < 2:
             return Effect(n, value)
-        parts = [float(np.var(group, ddof=1)) / len(group) for group in groups]
-        # Welch: df = (sum v_i / n_i)^2 / sum (v_i / n_i)^2 / (n_i - 1)
-        error, terms = math.sqrt(sum(parts)), zip(parts, groups, strict=True)
-        variance = sum(float(np.var(group, ddof=1)) for group in groups)
+        own = [float(np.var(group, ddof=1)) for group in groups]
+        parts = [v / len(group) for v, group in zip(own, groups, strict=True)]
+        # Welch: df = (sum v_i / n_i)^2 / sum (v_i / n_i)^2 / (n_i - 1); for equal n_i, (n - 1) a_seed
+        error, terms, variance = math.sqrt(sum(parts)), zip(parts, groups, strict=True), sum(own)
         freedom = sum(parts) ** 2 / sum(p**2 / (len(g) - 1) for p, g in terms) if error else 1
+        a_seed = variance**2 / sum(v**2 for v in own) if error else len(groups)
     else:
         error, variance = math.sqrt(pooled * sum(1 / len(group) for group in groups)), pooled * len(groups)
+        a_seed = len(groups)
     half = float(stats.t.ppf(0.975, freedom)) * error
     p = 2 * float(stats.t.sf(abs(value) / error, freedom)) if error else float(value == 0)
-    seeds = seeds_to_decide(value, variance, len(groups))
+    seeds = seeds_to_decide(value, variance, a_seed)
     if seeds is not None and half >= abs(value):  # undecided by the present seeds
         seeds = max(seeds, 1 + max(map(len, groups)))
     return Effect(n, value, value - half, value + half, p, seeds)
 
 
-def seeds_to_decide(value: float, variance: float, num_groups: int) -> int | None:
-    """Return the smallest n per group whose interval excludes 0; None: too many."""
-    # t((n - 1) num_groups) sqrt(variance / n)
+def seeds_to_decide(value: float, variance: float, freedom: float) -> int | None:
+    """Return the smallest n per group whose interval excludes 0; None: too many.
+
+    Args:
+        variance: of the value, times n.
+        freedom: degrees of freedom that a seed adds.
+    """
+    # t((n - 1) freedom) sqrt(variance / n)
     sizes = np.arange(2, MAX_SEEDS + 1)
-    halves = stats.t.ppf(0.975, num_groups * (sizes - 1)) * np.sqrt(variance / sizes)
+    halves = stats.t.ppf(0.975, freedom * (sizes - 1)) * np.sqrt(variance / sizes)
     enough = sizes[halves < abs(value)]
     return int(enough[0]) if len(enough) else None

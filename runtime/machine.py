@@ -100,7 +100,7 @@ def return_freed_memory() -> None:
 def has_fast_bf16(device: torch.device) -> bool:
     """True if a device is faster in bf16.
 
-    Of a CPU its kind decides: a measurement at the start could give two runs of one seed two precisions.
+    On a CPU, its vendor and flags decide: measurements could give two runs of one seed different precisions.
     An Intel Xeon with avx512_bf16 and without AMX is slower in bf16 (benchmarks/LOG.md).
     """
     if device.type == "cuda":

@@ -42,7 +42,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def cpuinfo() -> str:
-    """Return what Linux says of the processor: its name, vendor and flags; elsewhere an empty string."""
+    """Read /proc/cpuinfo (name, vendor and flags of the processor); empty if it does not exist."""
     file = Path("/proc/cpuinfo")
     return file.read_text() if file.exists() else ""
 

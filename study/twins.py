@@ -162,7 +162,7 @@ CONDITIONING_ARMS = {
 SCENE_KEYS = ("diffusion=x0", "model.patch_size=4", "model.depth=12")
 SCENE_KEYS += ("optimizer.schedule=constant", "guidance=none")  # so that all steps can be compared
 TEXT = ("model.hidden_size=64", "model.num_heads=1", "model.pool_text=false", *SCENE_KEYS, *STABLE)
-TEXT += ("optimizer=adamw_small", "train.batch_size=8")
+TEXT += ("optimizer=adamw_by_width", "train.batch_size=8")
 for tokens, side in ((64, 32), (256, 64), (1024, 128)):
     size = ("data.num_images=10000", f"data.input_size={side}", f"diffusion.loss.shift={side / 32:g}")
     STUDIES[f"scenes-{tokens}"] = Study(

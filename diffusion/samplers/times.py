@@ -39,7 +39,7 @@ def rho_levels(num_steps: int, sigma_min: float, sigma_max: float, rho: float) -
 
 
 def uniform_times(
-    path: Path, num_steps: int, /, *, t_min: float = 0, t_max: float | None = None, shift: float | None = 1
+    path: Path, num_steps: int, /, *, t_min: float = 0, t_max: float | None = None, shift: float | None = None
 ) -> Tensor:
     """Return equally spaced times, from the end of the path.
 

@@ -189,6 +189,7 @@ def test_a_tar_beside_class_folders_is_ignored(tmp_path):
         (["text_encoder=t5"], "text_encoder=t5 needs captions"),
         (["captions=missing.json"], "captions=missing.json not found"),
         (["captions=beside", "max_text_tokens=0"], "max_text_tokens=0"),
+        (["captions=beside", "max_text_tokens=513"], "max_text_tokens=513 must be at most 512"),
         (["captions=beside", "max_text_tokens=10"], "max_text_tokens=10 needs a language model"),
     ],
 )

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import apply_rot_embed_cat
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from builders.kept_tokens import KeptTokensLoss
 from diffusion import EDMLoss, EDMPrecond
-from models import token_mask
+from models import DiT, token_mask
 from models.rejoin import Bypass, Fuse, Mask
 from routing import Adapter, BlockList, Route, Routing, attach, detach, with_prefix
 from routing.routers import grid_router, norm_router, random_router
@@ -290,6 +291,18 @@ def test_gradient_checkpointing_changes_no_gradient(variant, precision, route_op
         assert len(calls) == 1 + gradient_checkpointing
         gradients.append([parameter.grad for parameter in net.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("options", [FUSED, *OPTIONS[-2:]], ids=["fuse", "separate", "checkpointing"])
+def test_a_backward_pass_reads_no_value(options):
+    """Fake tensors have no values, so reading one fails."""
+    with FakeTensorMode():
+        net = DiT(8, 2, 3, 32, 8, 4, num_classes=10, routes=TWO_ROUTES, **options).train()
+        x, labels = torch.randn(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64)
+        routing = Routing(0.5, force_keep=torch.zeros(4, 16).bool())
+        loss_fn = KeptTokensLoss(EDMLoss(), net, 0.1)
+        loss_fn(EDMPrecond(net), x, labels, routing=routing, mask=torch.rand(4, 8, 8)).mean().backward()
+        assert all(parameter.grad is not None for parameter in net.parameters())
 
 
 @pytest.mark.gpu

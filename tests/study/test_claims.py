@@ -115,6 +115,16 @@ def test_the_number_of_seeds_is_the_first_that_decides():
     assert seeds_to_decide(1e-9, 1.0, 2) is None
 
 
+def test_the_number_of_seeds_for_unequal_spreads_is_the_first_whose_interval_excludes_zero():
+    def groups(n):  # with standard deviations of 1 and 0.05 and a difference of 0.9
+        z = np.linspace(-1, 1, n)
+        z /= z.std(ddof=1)
+        return [(0.9 + z).tolist(), (0.05 * z).tolist()]
+
+    n = effect_of(groups(6), (1, -1)).seeds
+    assert effect_of(groups(n - 1), (1, -1)).low < 0 < effect_of(groups(n), (1, -1)).low
+
+
 # Comparisons
 
 

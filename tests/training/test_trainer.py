@@ -19,12 +19,12 @@ from training.fit import run_training
 from training.run_folder import RunFolder
 
 VARIANTS = {
-    "accumulation": ("train.micro_batch_size=2",),
+    "accumulation": ("train.micro_batch_size=2", "optimizer=sgd"),
     "bf16 and clipping": ("train.mixed_precision=bf16", "train.grad_clip=0.1"),
     "sprint": ("model=sprint", "optimizer.warmup_steps=4"),
     "muon": ("optimizer=muon", "optimizer.warmup_steps=3", "model.init=xavier"),
     "mamba": ("model/block=mamba", "train.mixed_precision=bf16"),
-    "rwkv": ("model/block=rwkv", "train.micro_batch_size=2"),
+    "rwkv": ("model/block=rwkv", "train.micro_batch_size=2", "optimizer.fused=false"),
     "lightning": ("model/block=lightning", "diffusion=flow", "diffusion.loss.cosine_weight=1"),
     "masking": ("experiment=ablation_masking",),
     "alignment": ("alignment=sra2", "model.inner_head=2", "ema=post_hoc", "train.milestone_every=2"),
