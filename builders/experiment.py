@@ -23,7 +23,7 @@ from models import Backbone, TextShape, token_mask
 from routing import Route, RoutePlan
 from runtime.command_line import one_line
 from runtime.config import compose_config
-from runtime.errors import as_value_error, check_index
+from runtime.errors import as_value_error, check_index, check_not_negative
 from runtime.launch import ALONE, Launch
 from runtime.machine import processes_here
 from runtime.nodes import Node, check_arguments, config_folders
@@ -186,6 +186,8 @@ class Experiment:
         written = self.optimizer_node.written
         options = {key: written[key] for key in SCHEDULE_KEYS if key in written}
         options = check_arguments("optimizer", Optimizer, options)
+        for key in ("lr", "weight_decay"):
+            check_not_negative(f"optimizer.{key}", written.get(key, 0))
         with as_value_error("optimizer", ValueError, TypeError, IndexError):  # torch does not name the key
             optimizers = self.optimizer_node.bind()(named_parameters)
         return Optimizer(optimizers, **options)

@@ -119,8 +119,9 @@ def _length(train: TrainConfig, manifest: LatentManifest, resumed_step: int, nee
     entries = f"{manifest.num_trained} training entries, {manifest.num_held_out} held out"
     entries += f", {manifest.contents}" + (", with horizontal flips" if manifest.hflip else "")
     epochs = f"{total_steps * train.batch_size / manifest.num_trained:.3g} epochs"
-    time = f"about {duration((total_steps - resumed_step) * needs.step_sec)}"
-    length = f"{total_steps} steps, {epochs}, a checkpoint every {train.save_every} steps: {time}"
+    time = duration((total_steps - resumed_step) * needs.step_sec)
+    length = f"{total_steps} steps, {epochs}, a checkpoint every {train.save_every} steps: "
+    length += f"about {time}, without compilation and pictures"
     return [f"data       {entries}", f"length     {length}"]
 
 

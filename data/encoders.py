@@ -209,9 +209,11 @@ def is_local(name: str) -> bool:
 
 
 def load_encoder(name: str, device: torch.device, bf16: bool = False, official: bool = False) -> Encoder:
-    """Load an encoder by name, of the class in its config.json."""
+    """Load an encoder by name, of the class in its config.json; download it if it is not on this machine."""
     if name == IDENTITY:
         return IdentityEncoder()
+    if not is_local(name):
+        _download(name)
     return CLASSES[_class_of(name)](name, device, bf16, official)
 
 
@@ -286,19 +288,38 @@ def real_images(
     return images, None if labels is None else labels.numpy()
 
 
+def _download(request: str) -> None:
+    """Download an autoencoder from the hub into the cache."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import logging
+
+    name = PUBLISHED.get(request, request)
+    if not ON_THE_HUB.fullmatch(name):
+        choices = f"{', '.join([IDENTITY, *PUBLISHED])}, a folder with an autoencoder"
+        raise ValueError(f"encoder={request} not found: must be one of {choices}, or OWNER/NAME on the hub")
+    print(f"encoder    {name} is not in the cache: downloading it", flush=True)
+    logging.set_verbosity(logging.CRITICAL)  # it would print each retry
+    try:
+        for file in FILES_ON_THE_HUB:
+            hf_hub_download(name, file)
+    except LOADING_ERRORS as error:
+        line = str(error.__cause__ or error).strip().split("\n")[0]
+        raise ValueError(
+            f"encoder={request} is not in the cache and cannot be downloaded ({line}): run `hf "
+            f"download {name} --local-dir FOLDER` on a machine with internet, then set encoder=FOLDER"
+        ) from error
+
+
 def _class_of(request: str) -> str:
-    """Return the class of an autoencoder of diffusers; AutoencoderKL if its files cannot be read yet."""
+    """Return the class of an autoencoder of diffusers; AutoencoderKL if its files cannot be read."""
     from diffusers import AutoencoderKL
 
     name = PUBLISHED.get(request, request)
-    if not Path(name).is_dir() and not ON_THE_HUB.fullmatch(name):
-        choices = f"{', '.join([IDENTITY, *PUBLISHED])}, a folder with an autoencoder"
-        raise ValueError(f"encoder={request} not found: must be one of {choices}, or OWNER/NAME on the hub")
     try:
         if Path(name).is_dir():
             config: Any = read_json(Path(name) / "config.json", MAX_CONFIG_BYTES)
         else:
-            config = AutoencoderKL.load_config(name, local_files_only=is_local(name))
+            config = AutoencoderKL.load_config(name, local_files_only=True)
     except (*LOADING_ERRORS, TypeError):  # `_load_autoencoder` explains it
         return KLEncoder.class_name
     class_name = config.get("_class_name") if isinstance(config, dict) else None
@@ -318,15 +339,10 @@ def _load_autoencoder(request: str, name: str, class_name: str) -> torch.nn.Modu
     try:
         if Path(name).is_dir():
             _check_depth(read_json(Path(name) / "config.json", MAX_CONFIG_BYTES))
-        net, info = load(local_files_only=is_local(name))
+        net, info = load(local_files_only=True)
     except LOADING_ERRORS as error:
         line = str(error).strip().split("\n")[0]
-        if is_local(name):
-            raise ValueError(f"encoder={request} is not an {class_name}: {line}") from error
-        raise ValueError(
-            f"encoder={request} is not in the cache and cannot be downloaded ({line}): run `hf "
-            f"download {name} --local-dir FOLDER` on a machine with internet, then set encoder=FOLDER"
-        ) from error
+        raise ValueError(f"encoder={request} is not an {class_name}: {line}") from error
     if missing := info["missing_keys"]:  # diffusers would initialize them at random
         raise ValueError(f"encoder={request} lacks {len(missing)} tensors, such as {min(missing)}")
     return net

@@ -81,7 +81,7 @@ def open_reference(path: Path, open_images: Callable[[Path], Images]) -> Referen
         ValueError: it is damaged, of another network, a folder of latents, or neither statistics nor images.
     """
     if not path.exists():
-        hint = "`python -m evaluation.fetch files=[imagenet256]` downloads ImageNet's"
+        hint = '`python -m evaluation.fetch "files=[imagenet256]"` downloads ImageNet\'s'
         raise FileNotFoundError(f"reference={path} not found; {hint}")
     if (path / "latents.npy").is_file():
         remedy = "or score against the data set: suite=digits in fid.py, or reference=null in YAML"

@@ -242,15 +242,19 @@ def table(arms: Sequence[Arm]) -> list[dict[str, str]]:
 def changes(arms: Sequence[Arm]) -> list[dict[str, str]]:
     """Return a row for each score of each arm except the first: its difference from the first arm.
 
-    The noise is the spread of trainings that differ in the seed, pooled over all arms unless it differs.
+    The noise is the spread of trainings that differ in the seed, pooled over all arms of the same number of
+    steps unless it differs. If the two arms have different numbers of steps, each needs several seeds.
     """
-    rows = []
-    for arm in arms[1:]:
-        others = [other for other in arms if other not in (arm, arms[0])]
+    rows, steps = [], [{run.step for run in arm.runs} for arm in arms]
+    for arm, length in zip(arms[1:], steps[1:], strict=True):
+        same = [other for other, its in zip(arms, steps, strict=True) if its == length == steps[0]]
+        others = [other for other in same if other not in (arm, arms[0])]
         for key in keys_of_scores(arms):
             pair = [arm.values(key), arms[0].values(key)]
             if all(pair):
                 effect = effect_of(pair, (1, -1), [other.values(key) for other in others])
+                if not same and (n := min(map(len, pair))) < 2:
+                    effect = Effect(n, effect.value)
                 row = {"score": key, **_verdict(effect), "seeds": f"{len(pair[0])}, {len(pair[1])}"}
                 rows.append(row | {"arm": arm.name})
     return rows

@@ -59,7 +59,7 @@ def test_a_job_that_fails_stops_no_other_and_changes_none(tmp_path):
     *_, heading, job, again = swept.stderr.splitlines()
     assert heading == "error: 1 of the jobs failed:"
     assert job.startswith("  optimizer.lr=-1")
-    assert job.endswith(": optimizer: Invalid learning rate: -1.0")
+    assert job.endswith(": optimizer.lr=-1.0 must not be negative")
     assert again.startswith("The same command runs these jobs again and skips the finished ones: python ")
     assert again.endswith(" ".join(JOBS))
     (folder,) = (tmp_path / "runs").glob("*/")
@@ -333,7 +333,7 @@ def test_a_search_continues_where_it_was_and_survives_trials_that_fail(tmp_path)
         output = (tmp_path / "output").read_text()
         tried.append({path.parent.name for path in tmp_path.glob("runs/*/manifest.json")})
     assert tried[0] < tried[1]
-    assert "Invalid learning rate" in output
+    assert "must not be negative" in output
     assert status == 1
     assert output.count("is finished: raise train.total_steps") == len(tried[0])
     best = yaml.safe_load((tmp_path / "runs/optimization_results.yaml").read_text())

@@ -75,7 +75,7 @@ VALUES = [
     ("encode convert", WRONG_TYPE, "hflip=[1]"),
     ("finetune", WRONG_TYPE, "parallel=[1]"),
     ("train", NOT_NEGATIVE, "seed=-1 seed=4294967296 data.seed=-1 model.num_prefix_tokens=-1 diffusion.loss.cosine_weight=-1"),
-    ("train", NOT_NEGATIVE, "optimizer.warmup_steps=-1 optimizer.end_factor=-1 train.num_workers=-1"),
+    ("train", NOT_NEGATIVE, "optimizer.lr=-1 optimizer.weight_decay=-1 optimizer.warmup_steps=-1 optimizer.end_factor=-1 train.num_workers=-1"),
     ("train", NOT_NEGATIVE, "sampler.S_churn=-1 sampler.S_min=-1 sampler.S_noise=-1 sampler.times.C_2=-1 sampler.norm=-1"),
     ("train", BELOW_ONE, "model.class_dropout_prob=1 model.rejoin.path_drop_prob=1 model.routes.0.selection_ratio=1"),
     ("train", BELOW_ONE, "diffusion.loss.contrastive_weight=1 ema.decay=1 guidance.strong_ratio=1 guidance.weak_ratio=1"),
@@ -183,7 +183,6 @@ SUGGESTIONS = [
 
 # (program, overrides, beginning of the line): rules across keys, and overrides that are not values.
 RULES = [
-    ("train", "optimizer.lr=-1", "optimizer: Invalid learning rate: -1"),
     ("train", "optimizer.betas=[0.9]", "optimizer: "),
     ("train", "experiment=ablation_masking diffusion=flow", "train.reconstruction_weight=0.1 needs diffusion=edm"),
     ("train", "train.reconstruction_weight=0.1", "train.reconstruction_weight=0.1 needs train.kept_tokens_only=true"),

@@ -76,7 +76,7 @@ class EncoderDetector:
         self.num_features = {name: self.encoder.num_features}
         file = Path(folder) / f"{self.encoder.weights}.safetensors"
         if not file.is_file():
-            hint = f"`python -m evaluation.fetch files=[{name}]` downloads it"
+            hint = f'`python -m evaluation.fetch "files=[{name}]"` downloads it'
             raise FileNotFoundError(f"{file}, the weights of {name}, not found; {hint}")
         # Images of any size: position embeddings are resized, images padded to whole patches.
         options: dict[str, Any] = {}

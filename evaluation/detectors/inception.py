@@ -26,8 +26,8 @@ NUM_SPATIAL_CHANNELS = 7
 RANDOM_MARK, RANDOM_WEIGHTS = "drawn_at_random", "nothing: it is random"
 EXPECTED = (
     f"Expected: {PUBLISHED['inception'].name} or pt_inception-2015-12-05-6726825d.pth (sha256 "
-    f"{WEIGHTS_SHA256}); `python -m evaluation.fetch files=[inception]` downloads the first, `python -m "
-    "evaluation.fetch files=[random]` writes random weights for a trial"
+    f'{WEIGHTS_SHA256}); `python -m evaluation.fetch "files=[inception]"` downloads the first, `python -m '
+    'evaluation.fetch "files=[random]"` writes random weights for a trial'
 )
 
 

@@ -118,7 +118,7 @@ def test_files_that_are_not_the_weights_are_refused(tmp_path, weights):
     def refused(file, *words, **options):
         with pytest.raises((ValueError, FileNotFoundError)) as error:
             InceptionDetector(file, **options)
-        for word in (str(file), "python -m evaluation.fetch files=[inception]", *words):
+        for word in (str(file), 'python -m evaluation.fetch "files=[inception]"', *words):
             assert word in str(error.value)
         assert "\n" not in str(error.value)
 

@@ -287,6 +287,16 @@ def test_a_difference_is_compared_with_the_noise_of_retraining(compared):
     assert changes(arms_of(compared, [1.0, 1.1], [3.0, 3.1])[:1]) == []
 
 
+def test_arms_of_other_numbers_of_steps_say_nothing_of_the_noise(compared):
+    short = arms_of(compared, [2.0, 2.001], [2.0])[0]
+    for run in short.runs:
+        run.lines = [line for line in run.lines if line["step"] < run.step]
+    rows = changes([*arms_of(compared, [1.0], [1.5]), short])
+    assert [row["verdict"] for row in rows] == ["noise unknown: train more seeds"] * 2
+    (row,) = changes([arms_of(compared, [1.0, 1.1], [1.5])[0], short])
+    assert row["verdict"] == "larger than the noise", "both have several seeds"
+
+
 @pytest.mark.usefixtures("few_panels")
 def test_unreadable_runs_are_left_out_of_a_comparison(compared, run, tmp_path, capsys):
     (run / "metrics.jsonl").write_text("[]\n")
