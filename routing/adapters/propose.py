@@ -42,6 +42,7 @@ class Proposal(NamedTuple):
 SAMPLES_SECOND = "kept.gather($.transpose(0, 1)).transpose(0, 1)"
 LEADING = "$[: kept.num_prefix_tokens + kept.ids.shape[1]]"  # for values that all image tokens share
 NUM_KEPT = "kept.ids.shape[1]"
+OF_ALL_SAMPLES = "kept.{}($[None])[0]"  # of a table without a sample axis; all samples keep the same tokens
 
 
 def propose_adapter(
@@ -83,7 +84,7 @@ def propose_adapter(
     optional = {"return_dict"} & inspect.signature(model.forward).parameters.keys() - arguments.keys()
     accepts = f"{INDENT}accepts={_names((*arguments, *optional))},\n"
     drafts = (
-        f"Adapter(\n{block_lists}{accepts}{counts}{whole})\n"
+        f"Adapter(\n{block_lists}{accepts}{counts}{whole}{_one_subset(block_lists)})\n"
         for whole in ("", f"{INDENT}whole_between_blocks=True,\n")
         for block_lists, counts in _drafts(lists, longest, prefixes, suffixes)
     )
@@ -274,7 +275,8 @@ class _Trace:
         # A table that all samples share.
         gathers = [f"kept.{method}($.unsqueeze(0))" for method in dims.get(0, ())]
         gathers += [f"TablePerSample({gather})" for gather in gathers]
-        return [*gathers, LEADING] if gathers and x.ndim == 1 else gathers
+        gathers += [LEADING] if gathers and x.ndim == 1 else []
+        return [*gathers, *(OF_ALL_SAMPLES.format(method) for method in dims.get(0, ()))]
 
 
 def _changed_range(x: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
@@ -285,6 +287,10 @@ def _changed_range(x: torch.Tensor, other: torch.Tensor) -> tuple[int, int]:
 
 def _fill(gather: str, value: str) -> str:
     return gather.replace("$", value)
+
+
+def _one_subset(block_lists: str) -> str:
+    return f"{INDENT}one_subset=True,\n" if "[None])[0]" in block_lists else ""
 
 
 def _along_dims(methods: Mapping[int, Sequence[str]]) -> Iterator[str]:

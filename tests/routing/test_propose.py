@@ -38,7 +38,7 @@ def slow_but_few(names):
     return [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in names]
 
 
-# Nothing in one pass shows `one_subset`.
+# Modulation that all samples share shows in no shape.
 @pytest.mark.parametrize("name", slow_but_few(name for name in FAMILIES if not FAMILIES[name].one_subset))
 def test_a_proposal_equals_the_adapter_of_the_table(name):
     model, arguments = built(name, SIZES)
@@ -245,6 +245,27 @@ def test_tokens_around_the_image_are_counted_by_arguments():
     assert 'num_suffix_tokens=lambda model, arguments: max(map(len, arguments["texts"])),\n' in source
     gathered = '"num_last": lambda value, kept: kept.ids.shape[1]'
     assert source.index('"first"') < source.index('"blocks"') and source.count(gathered) == 2
+
+
+class Tabled(Attending):
+    """Attention with a table (T, D) of positions that all samples share."""
+
+    def forward(self, hidden_states, positions):
+        return super().forward(hidden_states * positions.cos()[None])
+
+
+class Positioned(Stack):
+    def forward(self, hidden_states):
+        positions = torch.arange(hidden_states.shape[1])[:, None] / torch.arange(1, 9)
+        for block in self.blocks:
+            hidden_states = block(hidden_states, positions)
+        return hidden_states
+
+
+def test_all_samples_keep_the_same_tokens_if_they_share_a_table():
+    proposal = propose_adapter(Positioned(Tabled), {"hidden_states": torch.randn(2, 48, 8)})
+    assert '"positions": lambda value, kept: kept.gather(value[None])[0]' in proposal.source
+    assert proposal.adapter.one_subset
 
 
 def test_a_model_that_cannot_run_is_not_changed():
