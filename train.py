@@ -20,6 +20,7 @@ from runtime.config import INTERRUPTED, as_job, run_main, user_mistakes
 from runtime.launcher import check_launcher
 from runtime.lock import TRY_AGAIN
 from runtime.machine import start_process
+from runtime.nodes import config_folders
 from training.fit import run_training
 from training.run_folder import RunFolder, depends_on_total_steps
 from training.stopping import INTERRUPT, notify_submitit
@@ -65,7 +66,8 @@ def fit(trainer: Trainer, run: RunFolder) -> None:
         notify_submitit(reason)
         raise SystemExit(INTERRUPTED if reason == INTERRUPT else TRY_AGAIN)
     prompt = ' prompt="..."' if trainer.net.text else ""
-    sample = f"python sample.py run={run.path}{prompt} num_samples=500"
+    folders = "".join(f" --config-dir={folder}" for folder in config_folders()[1:])
+    sample = f"python sample.py{folders} run={run.path}{prompt} num_samples=500"
     trainer.recorder.show(f"{run.path} is finished. Sample from it: {sample}")
 
 

@@ -28,7 +28,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("siblings")
     options = ("train.compile=false", "train.mixed_precision=no", f"data.path={folder}/digits")
     model = ("model=toy", "~model/size")
-    start("train.py", TOYS, *model, *CHOICES, *SHORT, *options, f"output_dir={folder}/run")
+    ended = start("train.py", TOYS, *model, *CHOICES, *SHORT, *options, f"output_dir={folder}/run")
+    assert f"Sample from it: python sample.py {TOYS} run={folder}/run " in ended.stderr + ended.stdout
     return folder / "run"
 
 
