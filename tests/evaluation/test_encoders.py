@@ -100,7 +100,7 @@ def test_the_published_networks_have_the_features_that_the_table_says():
 def test_missing_and_damaged_weights_are_refused(folder, tmp_path):
     with pytest.raises(ValueError, match=r"evaluation\.encoders=vitt must be one of .*dinov2_224"):
         EncoderDetector("vitt", folder)
-    with pytest.raises(FileNotFoundError, match=r"of vit, not found; .*files=\[vit\]` downloads it"):
+    with pytest.raises(FileNotFoundError, match=r"of vit, not found; .*files=\[vit\].` downloads it"):
         EncoderDetector("vit", tmp_path)
     file = tmp_path / "test_vit.r160_in1k.safetensors"
     file.write_bytes((folder / file.name).read_bytes()[:1000])
